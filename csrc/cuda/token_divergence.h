@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launchers of the CUDA kernels; nothing here needs torch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "trm/divergence_args.h"
+
+namespace trm::cuda {
+
+cudaError_t token_divergence(const DivergenceArgs& args, const DivergenceOutputs& out,
+                             cudaStream_t stream);
+cudaError_t token_divergence_backward(const DivergenceBackwardArgs& args, cudaStream_t stream);
+cudaError_t divergence_state_merge(const void* states, void* merged, bool wide, int64_t parts,
+                                   int64_t rows, cudaStream_t stream);
+cudaError_t divergence_finish(const void* states, bool wide, uint32_t outputs, void* values,
+                              double* statistics, int64_t rows, cudaStream_t stream);
+
+}  // namespace trm::cuda

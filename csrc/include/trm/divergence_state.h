@@ -1,0 +1,507 @@
+// SPDX-License-Identifier: Apache-2.0
+// The pair state: everything one sweep over part of a vocabulary knows about two rows of logits.
+//
+// x = rollout logits, y = train logits, p = softmax(x), q = softmax(y). A state lives in a frame
+// (M, c): M is close to the largest x seen, c to the difference of the largest x and the largest y.
+// With w = exp(x - M), e = exp(y - M + c) and u = (x - y) - c (so e = w exp(-u)) it holds
+//
+//   near (|u| <= 1/2 when added)   Sn = sum w    An = sum w u    Gn = sum w psi(u)
+//   far                            Sf = sum w    Af = sum w u    Qf = sum e
+//   on request                     R = sum w chi(u),  E = sum w (x - M),  Y = sum e (y - M + c)
+//
+// and flags. Any split of a row, in any order, merges to the same state up to rounding: CPU slices,
+// warps, blocks, vocabulary shards and GEMM tiles all call merge() below. c is part of the frame
+// and is never recomputed from two maxima, so u and the moves c' - c stay exact where they matter.
+//
+// Decisions (support, missing evidence) are taken on the logits and kept in sticky flags, never on
+// an exponential that may have underflowed, so they do not depend on how the row was split.
+#pragma once
+
+#include "trm/polynomials.h"
+#include "trm/portability.h"
+
+namespace trm {
+
+enum StateFlag : uint32_t {
+  kHasRollout = 1u << 0,        // a finite rollout logit was seen
+  kHasTrain = 1u << 1,          // a finite train logit was seen
+  kNonFinite = 1u << 2,         // a NaN or +inf logit was seen: the row has no value
+  kSupportViolation = 1u << 3,  // rollout > -inf where train = -inf: KL(rollout||train) = +inf
+  kOutsideSupport = 1u << 4,    // train > -inf where rollout = -inf: KL(train||rollout) = +inf
+  kHasToken = 1u << 5,          // the sampled token's column is in this part
+  kCarriesTrainGap = 1u << 6,   // R was accumulated
+  kCarriesEntropy = 1u << 7,    // E and Y were accumulated
+};
+constexpr uint32_t kCarries = kCarriesTrainGap | kCarriesEntropy;
+
+// Order of the public float columns; version 1 of the layout.
+enum StateColumn : int32_t {
+  kMaxRollout,
+  kShift,
+  kNearMass,
+  kNearFirst,
+  kNearGap,
+  kFarMass,
+  kFarFirst,
+  kFarTrain,
+  kFlags,
+  kTrainGap,
+  kRolloutLog,
+  kTrainLog,
+  kTokenRollout,
+  kTokenTrain,
+  kStateColumns,
+};
+
+template <typename Real>
+struct DivergenceState {
+  Real max_rollout = 0;  // M
+  Real shift = 0;        // c
+  Real near_mass = 0;    // Sn
+  Real near_first = 0;   // An
+  Real near_gap = 0;     // Gn
+  Real far_mass = 0;     // Sf
+  Real far_first = 0;    // Af
+  Real far_train = 0;    // Qf
+  Real train_gap = 0;    // R
+  Real rollout_log = 0;  // E
+  Real train_log = 0;    // Y
+  Real token_rollout = 0;
+  Real token_train = 0;
+  uint32_t flags = 0;
+
+  TRM_INLINE bool has(uint32_t flag) const { return (flags & flag) != 0; }
+  TRM_INLINE bool has_both() const {
+    return (flags & (kHasRollout | kHasTrain)) == (kHasRollout | kHasTrain);
+  }
+};
+
+template <typename Real>
+struct Frame {
+  Real max_rollout;
+  Real shift;
+};
+
+// The frame of two maxima, either of which may be -inf (nothing finite on that side).
+template <typename Real>
+TRM_INLINE Frame<Real> frame_of(Real max_rollout, Real max_train) {
+  if (!(max_rollout > -infinity<Real>())) return {max_train, Real(0)};
+  if (!(max_train > -infinity<Real>())) return {max_rollout, Real(0)};
+  return {max_rollout, max_rollout - max_train};
+}
+
+// Rounding error of fl(a - b): a - b = difference + error, exactly.
+template <typename Real>
+TRM_INLINE Real difference_error(Real a, Real b, Real difference) {
+  const Real b_part = a - difference;
+  const Real a_part = difference + b_part;
+  return (a - a_part) + (b_part - b);
+}
+
+// u = (x - y) - c with the rounding of x - y restored.
+template <typename Real>
+TRM_INLINE Real log_ratio_in_frame(Real x, Real y, Real shift) {
+  const Real difference = x - y;
+  return (difference - shift) + difference_error(x, y, difference);
+}
+
+// y - M + c, summed so that a large common offset of y and c cancels before rounding can hurt.
+template <typename Real>
+TRM_INLINE Real train_exponent(Real y, Real max_rollout, Real shift) {
+  const Real sum = y + shift;
+  return (sum - max_rollout) + difference_error(y, -shift, sum);
+}
+
+// Adds column (x, y) to a state whose frame covers it.
+template <bool TrainGap, bool Entropy, typename Real>
+TRM_INLINE void add_in_frame(DivergenceState<Real>& s, Real x, Real y) {
+  constexpr Real kNegative = -infinity<Real>();
+  if (!(x < infinity<Real>()) || !(y < infinity<Real>())) {
+    s.flags |= kNonFinite;
+    return;
+  }
+  if (x > kNegative && y > kNegative) {
+    const Real u = log_ratio_in_frame(x, y, s.shift);
+    const Real log_weight = x - s.max_rollout;
+    const Real weight = std::exp(log_weight);
+    if (std::fabs(u) <= near_limit<Real>()) {
+      const Real gap = psi_near(u);
+      s.near_mass += weight;
+      s.near_first += weight * u;
+      s.near_gap += weight * gap;
+      if (TrainGap) s.train_gap += weight * chi_near(u, gap);
+      if (Entropy) {
+        s.rollout_log += weight * log_weight;
+        s.train_log += weight * (Real(1) - u + gap) * (log_weight - u);
+      }
+    } else {
+      const Real log_train = train_exponent(y, s.max_rollout, s.shift);
+      const Real train = std::exp(log_train);
+      s.far_mass += weight;
+      s.far_first += weight * u;
+      s.far_train += train;
+      if (TrainGap) s.train_gap += weight - train * (Real(1) + u);
+      if (Entropy) {
+        s.rollout_log += weight * log_weight;
+        s.train_log += train * log_train;
+      }
+    }
+  } else if (x > kNegative) {
+    const Real log_weight = x - s.max_rollout;
+    const Real weight = std::exp(log_weight);
+    s.flags |= kSupportViolation;
+    s.far_mass += weight;
+    if (TrainGap) s.train_gap += weight;
+    if (Entropy) s.rollout_log += weight * log_weight;
+  } else if (y > kNegative) {
+    const Real log_train = train_exponent(y, s.max_rollout, s.shift);
+    const Real train = std::exp(log_train);
+    s.flags |= kOutsideSupport;
+    s.far_train += train;
+    if (Entropy) s.train_log += train * log_train;
+  }
+}
+
+// Re-expresses a state in another frame; exact in exact arithmetic. The exponentials it forms are
+// those of maxima that fall, so neither exceeds 1 by more than the slack of a lazy frame.
+template <typename Real>
+TRM_INLINE void move_to(DivergenceState<Real>& s, Frame<Real> frame) {
+  const Real drop = s.max_rollout - frame.max_rollout;
+  const Real turn = frame.shift - s.shift;
+  const Real k = s.has(kHasRollout) ? std::exp(drop) : Real(0);
+  const Real k_train = s.has(kHasTrain) ? std::exp(drop + turn) : Real(0);
+  const Real mass = s.near_mass + s.far_mass;
+  const Real near_train = s.near_mass + (s.near_gap - s.near_first);
+  const Real excess = (s.near_gap - s.near_first) + (s.far_train - s.far_mass);
+  s.max_rollout = frame.max_rollout;
+  s.shift = frame.shift;
+  if (s.has_both()) {
+    const Real near_first = k > Real(0) ? k * (s.near_first - turn * s.near_mass) : Real(0);
+    const Real far_first = k > Real(0) ? k * (s.far_first - turn * s.far_mass) : Real(0);
+    if (std::fabs(turn) <= near_limit<Real>()) {
+      const Real gap = psi_near(-turn);
+      s.near_gap =
+          k * (s.near_gap + (turn + gap) * (s.near_gap - s.near_first) + gap * s.near_mass);
+      s.train_gap = k_train * (s.train_gap + turn * excess) + k * mass * chi_near(-turn, gap);
+    } else {
+      s.near_gap = k_train * near_train - k * s.near_mass + near_first;
+      const Real bend = k_train > Real(0) ? k_train * turn : Real(0);
+      s.train_gap = k_train * s.train_gap + bend * excess + mass * (bend - k_train + k);
+    }
+    s.near_first = near_first;
+    s.far_first = far_first;
+  } else {
+    s.train_gap *= k;
+  }
+  s.rollout_log = k > Real(0) ? k * (s.rollout_log + drop * mass) : Real(0);
+  s.train_log = k_train > Real(0)
+                    ? k_train * (s.train_log + (drop + turn) * (near_train + s.far_train))
+                    : Real(0);
+  s.near_mass *= k;
+  s.far_mass *= k;
+  s.far_train *= k_train;
+}
+
+// How far a logit may exceed its lane's frame before the lane moves: e^4 is harmless in any format,
+// and moves become rare.
+template <typename Real>
+TRM_INLINE constexpr Real frame_slack() {
+  return Real(4);
+}
+
+// Adds a column to a state that follows its own running maxima: the streaming form of a lane.
+template <bool TrainGap, bool Entropy, typename Real>
+TRM_INLINE void add_streaming(DivergenceState<Real>& s, Real x, Real y) {
+  const bool new_x = x > -infinity<Real>() && x < infinity<Real>() &&
+                     !(s.has(kHasRollout) && x <= s.max_rollout + frame_slack<Real>());
+  const bool new_y = y > -infinity<Real>() && y < infinity<Real>() &&
+                     !(s.has(kHasTrain) && y <= s.max_rollout - s.shift + frame_slack<Real>());
+  if (new_x || new_y) {
+    Real max_rollout = s.has(kHasRollout) ? s.max_rollout : -infinity<Real>();
+    Real max_train = s.has(kHasTrain) ? s.max_rollout - s.shift : -infinity<Real>();
+    if (new_x && x > max_rollout) max_rollout = x;
+    if (new_y && y > max_train) max_train = y;
+    move_to(s, frame_of(max_rollout, max_train));
+    s.flags |= (new_x ? kHasRollout : 0u) | (new_y ? kHasTrain : 0u);
+  }
+  add_in_frame<TrainGap, Entropy>(s, x, y);
+}
+
+// The one merge. Frames of stored states are float, so a merged frame is rounded to FrameReal; the
+// arithmetic is double. Commutative; associative up to rounding.
+template <typename FrameReal>
+TRM_HOST_DEVICE inline DivergenceState<double> merge(DivergenceState<double> a,
+                                                     DivergenceState<double> b) {
+  constexpr double kNegative = -infinity<double>();
+  const double a_rollout = a.has(kHasRollout) ? a.max_rollout : kNegative;
+  const double b_rollout = b.has(kHasRollout) ? b.max_rollout : kNegative;
+  const double a_train = a.has(kHasTrain) ? a.max_rollout - a.shift : kNegative;
+  const double b_train = b.has(kHasTrain) ? b.max_rollout - b.shift : kNegative;
+  const bool a_empty = !a.has(kHasRollout) && !a.has(kHasTrain);
+  const bool b_empty = !b.has(kHasRollout) && !b.has(kHasTrain);
+  Frame<double> frame = frame_of(a_rollout > b_rollout ? a_rollout : b_rollout,
+                                 a_train > b_train ? a_train : b_train);
+  if (a_empty && b_empty) frame = {0.0, 0.0};
+  frame.max_rollout = static_cast<FrameReal>(frame.max_rollout);
+  frame.shift = static_cast<FrameReal>(frame.shift);
+  if (!a_empty) move_to(a, frame);
+  if (!b_empty) move_to(b, frame);
+  DivergenceState<double> sum;
+  sum.max_rollout = frame.max_rollout;
+  sum.shift = frame.shift;
+  sum.near_mass = a.near_mass + b.near_mass;
+  sum.near_first = a.near_first + b.near_first;
+  sum.near_gap = a.near_gap + b.near_gap;
+  sum.far_mass = a.far_mass + b.far_mass;
+  sum.far_first = a.far_first + b.far_first;
+  sum.far_train = a.far_train + b.far_train;
+  sum.train_gap = a.train_gap + b.train_gap;
+  sum.rollout_log = a.rollout_log + b.rollout_log;
+  sum.train_log = a.train_log + b.train_log;
+  sum.token_rollout = a.has(kHasToken) ? a.token_rollout : b.token_rollout;
+  sum.token_train = a.has(kHasToken) ? a.token_train : b.token_train;
+  sum.flags = ((a.flags | b.flags) & ~kCarries) | (a.flags & b.flags & kCarries);
+  return sum;
+}
+
+template <typename To, typename From>
+TRM_INLINE DivergenceState<To> convert_state(const DivergenceState<From>& s) {
+  DivergenceState<To> out;
+  out.max_rollout = static_cast<To>(s.max_rollout);
+  out.shift = static_cast<To>(s.shift);
+  out.near_mass = static_cast<To>(s.near_mass);
+  out.near_first = static_cast<To>(s.near_first);
+  out.near_gap = static_cast<To>(s.near_gap);
+  out.far_mass = static_cast<To>(s.far_mass);
+  out.far_first = static_cast<To>(s.far_first);
+  out.far_train = static_cast<To>(s.far_train);
+  out.train_gap = static_cast<To>(s.train_gap);
+  out.rollout_log = static_cast<To>(s.rollout_log);
+  out.train_log = static_cast<To>(s.train_log);
+  out.token_rollout = static_cast<To>(s.token_rollout);
+  out.token_train = static_cast<To>(s.token_train);
+  out.flags = s.flags;
+  return out;
+}
+
+template <typename Real>
+TRM_INLINE void store_state(const DivergenceState<double>& s, Real* columns) {
+  columns[kMaxRollout] = static_cast<Real>(s.max_rollout);
+  columns[kShift] = static_cast<Real>(s.shift);
+  columns[kNearMass] = static_cast<Real>(s.near_mass);
+  columns[kNearFirst] = static_cast<Real>(s.near_first);
+  columns[kNearGap] = static_cast<Real>(s.near_gap);
+  columns[kFarMass] = static_cast<Real>(s.far_mass);
+  columns[kFarFirst] = static_cast<Real>(s.far_first);
+  columns[kFarTrain] = static_cast<Real>(s.far_train);
+  columns[kFlags] = static_cast<Real>(s.flags);
+  columns[kTrainGap] = static_cast<Real>(s.train_gap);
+  columns[kRolloutLog] = static_cast<Real>(s.rollout_log);
+  columns[kTrainLog] = static_cast<Real>(s.train_log);
+  columns[kTokenRollout] = static_cast<Real>(s.token_rollout);
+  columns[kTokenTrain] = static_cast<Real>(s.token_train);
+}
+
+template <typename Real>
+TRM_INLINE DivergenceState<double> load_state(const Real* columns) {
+  DivergenceState<double> s;
+  s.max_rollout = columns[kMaxRollout];
+  s.shift = columns[kShift];
+  s.near_mass = columns[kNearMass];
+  s.near_first = columns[kNearFirst];
+  s.near_gap = columns[kNearGap];
+  s.far_mass = columns[kFarMass];
+  s.far_first = columns[kFarFirst];
+  s.far_train = columns[kFarTrain];
+  s.flags = static_cast<uint32_t>(columns[kFlags]);
+  s.train_gap = columns[kTrainGap];
+  s.rollout_log = columns[kRolloutLog];
+  s.train_log = columns[kTrainLog];
+  s.token_rollout = columns[kTokenRollout];
+  s.token_train = columns[kTokenTrain];
+  return s;
+}
+
+// What finish() makes of a whole row's state, in nats. Order of the `outputs` bits of every op.
+enum Output : int32_t {
+  kKl,              // KL(rollout||train)
+  kKlTrainRollout,  // KL(train||rollout)
+  kEntropyRollout,
+  kEntropyTrain,
+  kLogpRollout,  // of the sampled token
+  kLogpTrain,
+  kLogRatio,  // log q(token) - log p(token)
+  kOutputs,
+};
+constexpr uint32_t kTokenOutputs = 1u << kLogpRollout | 1u << kLogpTrain | 1u << kLogRatio;
+constexpr uint32_t kEntropyOutputs = 1u << kEntropyRollout | 1u << kEntropyTrain;
+
+// Row statistics that backward needs: p = exp(x - M - log_mass), log(p/q) = (x - y) - c - residual,
+// and the values that gradients subtract, in full precision (t - KL cancels on a sharp row).
+enum Statistic : int32_t {
+  kStatMaxRollout,
+  kStatLogMass,
+  kStatShift,
+  kStatResidual,
+  kStatKl,
+  kStatKlTrainRollout,
+  kStatEntropyRollout,
+  kStatEntropyTrain,
+  kStatistics,
+};
+
+struct RowResult {
+  double values[kOutputs];
+  double statistics[kStatistics];
+};
+
+// b - log1p(b) >= 0
+TRM_HOST_DEVICE inline double log1p_gap(double b) {
+  if (std::fabs(b) < 1e-3) {
+    return b * b * (1.0 / 2 - b * (1.0 / 3 - b * (1.0 / 4 - b * (1.0 / 5 - b / 6))));
+  }
+  return b - std::log1p(b);
+}
+
+// (1 + b) log1p(b) - b >= 0
+TRM_HOST_DEVICE inline double xlogx_gap(double b) {
+  if (std::fabs(b) < 1e-3) {
+    return b * b * (1.0 / 2 - b * (1.0 / 6 - b * (1.0 / 12 - b * (1.0 / 20 - b / 30))));
+  }
+  return (1.0 + b) * std::log1p(b) - b;
+}
+
+TRM_INLINE double at_least_zero(double value) { return value < 0.0 ? 0.0 : value; }
+TRM_INLINE double at_most_zero(double value) { return value > 0.0 ? 0.0 : value; }
+
+TRM_HOST_DEVICE inline RowResult finish(const DivergenceState<double>& s) {
+  constexpr double kNan = quiet_nan<double>();
+  constexpr double kInf = infinity<double>();
+  RowResult out;
+  for (double& value : out.values) value = kNan;
+  for (double& value : out.statistics) value = kNan;
+  if (s.has(kNonFinite) || !s.has_both()) return out;
+
+  const double mass = s.near_mass + s.far_mass;
+  const double train = s.near_mass + (s.near_gap - s.near_first) + s.far_train;
+  const double excess = (s.near_gap - s.near_first) + (s.far_train - s.far_mass);
+  const double b = excess / mass;
+  const bool far_frame = std::fabs(b) > 0.5;
+  const double log_mass = std::log(mass);
+  const double log_gain = far_frame ? std::log(train / mass) : std::log1p(b);
+
+  if (s.has(kSupportViolation)) {
+    out.values[kKl] = kInf;
+  } else if (far_frame) {
+    out.values[kKl] = at_least_zero((s.near_first + s.far_first) / mass + log_gain);
+  } else {
+    const double gap = s.near_gap + (s.far_train - s.far_mass + s.far_first);
+    out.values[kKl] = at_least_zero(gap / mass - log1p_gap(b));
+  }
+  if (s.has(kCarriesTrainGap)) {
+    out.values[kKlTrainRollout] =
+        s.has(kOutsideSupport)
+            ? kInf
+            : at_least_zero(far_frame ? (s.train_gap + excess) / train - log_gain
+                                      : (s.train_gap / mass - xlogx_gap(b)) / (1.0 + b));
+  }
+  if (s.has(kCarriesEntropy)) {
+    out.values[kEntropyRollout] = at_least_zero(log_mass - s.rollout_log / mass);
+    out.values[kEntropyTrain] = at_least_zero(std::log(train) - s.train_log / train);
+  }
+  if (s.has(kHasToken)) {
+    const double u = (s.token_rollout - s.token_train) - s.shift;
+    out.values[kLogpRollout] = at_most_zero(s.token_rollout - s.max_rollout - log_mass);
+    out.values[kLogpTrain] =
+        at_most_zero((s.token_train - s.max_rollout + s.shift) - log_mass - log_gain);
+    out.values[kLogRatio] = -(u + log_gain);
+  }
+  out.statistics[kStatMaxRollout] = s.max_rollout;
+  out.statistics[kStatLogMass] = log_mass;
+  out.statistics[kStatShift] = s.shift;
+  out.statistics[kStatResidual] = -log_gain;
+  out.statistics[kStatKl] = out.values[kKl];
+  out.statistics[kStatKlTrainRollout] = out.values[kKlTrainRollout];
+  out.statistics[kStatEntropyRollout] = out.values[kEntropyRollout];
+  out.statistics[kStatEntropyTrain] = out.values[kEntropyTrain];
+  return out;
+}
+
+// Everything backward needs for one row: the frame, and the upstream gradient of each output.
+template <typename Real>
+struct RowGradient {
+  Real max_rollout;
+  Real shift;
+  Real residual;
+  Real log_mass;
+  Real inverse_mass;
+  Real kl;
+  Real kl_train_rollout;
+  Real entropy_rollout;
+  Real entropy_train;
+  Real g_kl;
+  Real g_kl_train_rollout;
+  Real g_entropy_rollout;
+  Real g_entropy_train;
+  Real g_logp_rollout;
+  Real g_logp_train;
+};
+
+template <typename Real>
+struct ColumnGradient {
+  Real rollout;
+  Real train;
+};
+
+// d(loss)/dx and d(loss)/dy of one column, without the indicator of the sampled token. Near tokens
+// (|log(p/q)| <= 1/2) never form q by its own exponential; far ones never multiply by an infinity.
+//   dKL(p||q):  dx = p (t - KL),  dy = q - p           with t = log(p/q)
+//   dKL(q||p):  dx = p - q,       dy = q (-t - KL(q||p))
+//   dH(p):      dx = -p (log p + H(p));  dH(q) likewise in y
+//   dlog p_tok: dx = [token] - p;        dlog q_tok likewise in y
+template <typename Real>
+TRM_INLINE ColumnGradient<Real> column_gradient(const RowGradient<Real>& row, Real x, Real y) {
+  constexpr Real kNegative = -infinity<Real>();
+  const bool in_rollout = x > kNegative;
+  const bool in_train = y > kNegative;
+  if (!in_rollout && !in_train) return {Real(0), Real(0)};
+  Real p = 0, q = 0, q_minus_p, t = 0, log_p = 0, log_q = 0;
+  if (in_rollout) {
+    log_p = x - row.max_rollout;
+    p = std::exp(log_p) * row.inverse_mass;
+    log_p -= row.log_mass;
+  }
+  if (in_rollout && in_train) t = log_ratio_in_frame(x, y, row.shift) - row.residual;
+  if (in_rollout && in_train && std::fabs(t) <= near_limit<Real>()) {
+    q_minus_p = p * (psi_near(t) - t);
+    q = p + q_minus_p;
+    log_q = log_p - t;
+  } else {
+    if (in_train) {
+      log_q = (train_exponent(y, row.max_rollout, row.shift) + row.residual);
+      q = std::exp(log_q) * row.inverse_mass;
+      log_q -= row.log_mass;
+    }
+    q_minus_p = q - p;
+  }
+  ColumnGradient<Real> out;
+  out.rollout = -row.g_kl_train_rollout * q_minus_p - row.g_logp_rollout * p;
+  out.train = row.g_kl * q_minus_p - row.g_logp_train * q;
+  if (in_rollout) {
+    if (row.g_kl != Real(0)) out.rollout += row.g_kl * p * (t - row.kl);
+    if (row.g_entropy_rollout != Real(0)) {
+      out.rollout -= row.g_entropy_rollout * p * (log_p + row.entropy_rollout);
+    }
+  }
+  if (in_train) {
+    if (row.g_kl_train_rollout != Real(0)) {
+      out.train -= row.g_kl_train_rollout * q * (t + row.kl_train_rollout);
+    }
+    if (row.g_entropy_train != Real(0)) {
+      out.train -= row.g_entropy_train * q * (log_q + row.entropy_train);
+    }
+  }
+  return out;
+}
+
+}  // namespace trm

@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every op, written once over a Backend: checks, sizes, allocation, then raw pointers. Python has
+// already said what is wrong with a user's input in a sentence of its own; the checks here only
+// keep a direct caller of torch.ops.trm from reading out of bounds.
+#pragma once
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "torch/stable_abi.h"
+#include "trm/divergence_args.h"
+#include "trm/divergence_state.h"
+
+namespace trm::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline StorageType storage_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return StorageType::kFloat32;
+    case ScalarType::BFloat16:
+      return StorageType::kBFloat16;
+    case ScalarType::Half:
+      return StorageType::kFloat16;
+    case ScalarType::Double:
+      return StorageType::kFloat64;
+    default:
+      STD_TORCH_CHECK(false, "trm: logits must be float32, bfloat16, float16 or float64");
+  }
+}
+
+inline std::vector<int64_t> lead_sizes(const Tensor& logits) {
+  std::vector<int64_t> sizes;
+  for (int64_t d = 0; d + 1 < logits.dim(); ++d) sizes.push_back(logits.size(d));
+  return sizes;
+}
+
+inline Tensor empty_on(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
+  return torch::stable::new_empty(like, sizes, type);
+}
+
+// Strides of the lead dimensions, seen as [outer, inner].
+template <typename T>
+RowView<T> row_view(const Tensor& tensor, T* data, int64_t first, int64_t lead) {
+  RowView<T> view;
+  view.data = data;
+  if (lead == 2) view.outer_stride = tensor.stride(first);
+  if (lead >= 1) view.inner_stride = tensor.stride(first + lead - 1);
+  return view;
+}
+
+inline LogitsView logits_view(const Tensor& logits) {
+  LogitsView view;
+  view.data = logits.const_data_ptr();
+  view.type = storage_type(logits);
+  if (logits.dim() == 3) view.outer_stride = logits.stride(0);
+  view.inner_stride = logits.stride(logits.dim() - 2);
+  view.column_stride = logits.stride(logits.dim() - 1);
+  return view;
+}
+
+inline int64_t product(const std::vector<int64_t>& sizes) {
+  int64_t count = 1;
+  for (int64_t size : sizes) count *= size;
+  return count;
+}
+
+inline int64_t count_outputs(int64_t outputs) {
+  STD_TORCH_CHECK(outputs >= 0 && outputs < (int64_t{1} << kOutputs), "trm: unknown output bits ",
+                  outputs);
+  return __builtin_popcountll(static_cast<unsigned long long>(outputs));
+}
+
+template <typename T>
+RowView<const T> optional_rows(const std::optional<Tensor>& tensor,
+                               const std::vector<int64_t>& lead, ScalarType type,
+                               const char* name) {
+  if (!tensor.has_value()) return {};
+  STD_TORCH_CHECK(tensor->scalar_type() == type, "trm: wrong dtype of ", name);
+  STD_TORCH_CHECK(tensor->dim() == static_cast<int64_t>(lead.size()), "trm: wrong shape of ", name);
+  for (size_t d = 0; d < lead.size(); ++d) {
+    STD_TORCH_CHECK(tensor->size(static_cast<int64_t>(d)) == lead[d], "trm: wrong shape of ", name);
+  }
+  return row_view(*tensor, static_cast<const T*>(tensor->const_data_ptr()), 0,
+                  static_cast<int64_t>(lead.size()));
+}
+
+struct Call {
+  DivergenceArgs args;
+  std::vector<int64_t> lead;
+  bool wide;
+  ScalarType value_type;
+};
+
+inline Call describe(const Tensor& rollout, const Tensor& train,
+                     const std::optional<Tensor>& tokens, const std::optional<Tensor>& token_mask,
+                     int64_t vocab_start, int64_t vocab_size, int64_t outputs) {
+  STD_TORCH_CHECK(rollout.dim() == 2 || rollout.dim() == 3,
+                  "trm: logits must be [N, V] or [A, B, V]");
+  STD_TORCH_CHECK(train.dim() == rollout.dim(), "trm: logits differ in shape");
+  for (int64_t d = 0; d < rollout.dim(); ++d) {
+    STD_TORCH_CHECK(train.size(d) == rollout.size(d), "trm: logits differ in shape");
+  }
+  const int64_t columns = rollout.size(rollout.dim() - 1);
+  STD_TORCH_CHECK(vocab_size >= 0 && vocab_size <= columns, "trm: vocab_size ", vocab_size,
+                  " exceeds the logits' ", columns, " columns");
+  count_outputs(outputs);
+  Call call;
+  call.lead = lead_sizes(rollout);
+  call.args.rollout = logits_view(rollout);
+  call.args.train = logits_view(train);
+  call.args.token_mask = optional_rows<bool>(token_mask, call.lead, ScalarType::Bool, "token_mask");
+  call.args.tokens = optional_rows<int64_t>(tokens, call.lead, ScalarType::Long, "tokens");
+  call.args.rows = product(call.lead);
+  call.args.inner = call.lead.back() > 0 ? call.lead.back() : 1;
+  call.args.vocab = vocab_size;
+  call.args.vocab_start = vocab_start;
+  call.args.outputs = static_cast<uint32_t>(outputs);
+  call.wide = call.args.rollout.type == StorageType::kFloat64 ||
+              call.args.train.type == StorageType::kFloat64;
+  call.value_type = call.wide ? ScalarType::Double : ScalarType::Float;
+  return call;
+}
+
+inline std::vector<int64_t> with_front(int64_t front, std::vector<int64_t> sizes) {
+  sizes.insert(sizes.begin(), front);
+  return sizes;
+}
+
+inline std::vector<int64_t> with_back(std::vector<int64_t> sizes, int64_t back) {
+  sizes.push_back(back);
+  return sizes;
+}
+
+template <typename Backend>
+std::tuple<Tensor, Tensor> token_divergence(const Tensor& rollout_logits,
+                                            const Tensor& train_logits,
+                                            const std::optional<Tensor>& tokens,
+                                            const std::optional<Tensor>& token_mask,
+                                            int64_t vocab_size, int64_t outputs) {
+  const Call call =
+      describe(rollout_logits, train_logits, tokens, token_mask, 0, vocab_size, outputs);
+  Tensor values =
+      empty_on(rollout_logits, with_front(count_outputs(outputs), call.lead), call.value_type);
+  Tensor statistics =
+      empty_on(rollout_logits, with_back(call.lead, kStatistics), ScalarType::Double);
+  DivergenceOutputs out;
+  out.values = values.mutable_data_ptr();
+  out.statistics = static_cast<double*>(statistics.mutable_data_ptr());
+  out.wide = call.wide;
+  Backend::forward(rollout_logits, call.args, out);
+  return {values, statistics};
+}
+
+template <typename Backend>
+Tensor divergence_state(const Tensor& rollout_shard, const Tensor& train_shard,
+                        const std::optional<Tensor>& tokens,
+                        const std::optional<Tensor>& token_mask, int64_t vocab_start,
+                        int64_t vocab_size, int64_t outputs) {
+  const Call call =
+      describe(rollout_shard, train_shard, tokens, token_mask, vocab_start, vocab_size, outputs);
+  Tensor state = empty_on(rollout_shard, with_back(call.lead, kStateColumns), call.value_type);
+  DivergenceOutputs out;
+  out.state = state.mutable_data_ptr();
+  out.wide = call.wide;
+  Backend::forward(rollout_shard, call.args, out);
+  return state;
+}
+
+template <typename Backend>
+std::tuple<Tensor, Tensor> token_divergence_backward(
+    const Tensor& grad_values, const Tensor& rollout_logits, const Tensor& train_logits,
+    const Tensor& statistics, const std::optional<Tensor>& tokens,
+    const std::optional<Tensor>& token_mask, int64_t vocab_start, int64_t vocab_size,
+    int64_t outputs, bool want_rollout, bool want_train) {
+  const Call call =
+      describe(rollout_logits, train_logits, tokens, token_mask, vocab_start, vocab_size, outputs);
+  const int64_t requested = count_outputs(outputs);
+  const int64_t lead = static_cast<int64_t>(call.lead.size());
+  const bool wide = grad_values.scalar_type() == ScalarType::Double;
+  STD_TORCH_CHECK(wide || grad_values.scalar_type() == ScalarType::Float,
+                  "trm: wrong dtype of grad_values");
+  STD_TORCH_CHECK(wide || !call.wide, "trm: fp64 logits need fp64 grad_values");
+  STD_TORCH_CHECK(grad_values.dim() == lead + 1 && grad_values.size(0) == requested,
+                  "trm: grad_values do not match the requested outputs");
+  for (int64_t d = 0; d < lead; ++d) {
+    STD_TORCH_CHECK(grad_values.size(d + 1) == call.lead[d],
+                    "trm: grad_values do not match the logits");
+  }
+  STD_TORCH_CHECK(statistics.is_contiguous() && statistics.scalar_type() == ScalarType::Double &&
+                      statistics.numel() == call.args.rows * kStatistics,
+                  "trm: statistics must be contiguous float64 [*lead, 8]");
+  const int64_t columns = rollout_logits.size(rollout_logits.dim() - 1);
+  const std::vector<int64_t> full = with_back(call.lead, columns);
+  const std::vector<int64_t> none = {0};
+  Tensor grad_rollout =
+      empty_on(rollout_logits, want_rollout ? full : none, rollout_logits.scalar_type());
+  Tensor grad_train = empty_on(train_logits, want_train ? full : none, train_logits.scalar_type());
+  DivergenceBackwardArgs args;
+  args.forward = call.args;
+  args.upstream = row_view<const void>(grad_values, grad_values.const_data_ptr(), 1, lead);
+  args.upstream_output_stride = grad_values.stride(0);
+  args.statistics = static_cast<const double*>(statistics.const_data_ptr());
+  args.wide = wide;
+  args.grad_rollout = want_rollout ? grad_rollout.mutable_data_ptr() : nullptr;
+  args.grad_train = want_train ? grad_train.mutable_data_ptr() : nullptr;
+  args.columns = columns;
+  if (want_rollout || want_train) Backend::backward(rollout_logits, args);
+  return {grad_rollout, grad_train};
+}
+
+inline bool is_wide_state(const Tensor& state) {
+  STD_TORCH_CHECK(state.dim() >= 1 && state.size(state.dim() - 1) == kStateColumns,
+                  "trm: a state has ", static_cast<int64_t>(kStateColumns), " columns");
+  STD_TORCH_CHECK(state.is_contiguous(), "trm: states must be contiguous");
+  const bool wide = state.scalar_type() == ScalarType::Double;
+  STD_TORCH_CHECK(wide || state.scalar_type() == ScalarType::Float, "trm: wrong dtype of a state");
+  return wide;
+}
+
+template <typename Backend>
+Tensor divergence_state_merge(const Tensor& states) {
+  const bool wide = is_wide_state(states);
+  STD_TORCH_CHECK(states.dim() >= 2 && states.size(0) >= 1,
+                  "trm: states are [parts, ..., columns]");
+  std::vector<int64_t> sizes;
+  for (int64_t d = 1; d < states.dim(); ++d) sizes.push_back(states.size(d));
+  Tensor merged = empty_on(states, sizes, states.scalar_type());
+  Backend::merge(states, states.const_data_ptr(), merged.mutable_data_ptr(), wide, states.size(0),
+                 product(sizes) / kStateColumns);
+  return merged;
+}
+
+template <typename Backend>
+std::tuple<Tensor, Tensor> divergence_finish(const Tensor& state, int64_t outputs) {
+  const bool wide = is_wide_state(state);
+  const std::vector<int64_t> lead = lead_sizes(state);
+  Tensor values = empty_on(state, with_front(count_outputs(outputs), lead), state.scalar_type());
+  Tensor statistics = empty_on(state, with_back(lead, kStatistics), ScalarType::Double);
+  Backend::finish(state, state.const_data_ptr(), wide, static_cast<uint32_t>(outputs),
+                  values.mutable_data_ptr(), static_cast<double*>(statistics.mutable_data_ptr()),
+                  product(lead));
+  return {values, statistics};
+}
+
+template <typename Backend, typename Library>
+void register_ops(Library& library) {
+  library.impl("token_divergence", TORCH_BOX(&token_divergence<Backend>));
+  library.impl("token_divergence_backward", TORCH_BOX(&token_divergence_backward<Backend>));
+  library.impl("divergence_state", TORCH_BOX(&divergence_state<Backend>));
+  library.impl("divergence_state_merge", TORCH_BOX(&divergence_state_merge<Backend>));
+  library.impl("divergence_finish", TORCH_BOX(&divergence_finish<Backend>));
+}
+
+}  // namespace trm::binding

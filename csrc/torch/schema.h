@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// Schemas of every op. Logits are [N, V] or [A, B, V] of any strides ("lead" below is [N] or
+// [A, B]); `outputs` has one bit per trm::Output. Python holds the fakes and the autograd half.
+#pragma once
+
+namespace trm {
+
+constexpr const char* kSchemas[] = {
+    // -> values [outputs set, *lead], statistics [*lead, 8] in float64: M, log S, c, residual, then
+    // kl, kl_train_rollout, entropy_rollout, entropy_train (NaN where not carried)
+    "token_divergence(Tensor rollout_logits, Tensor train_logits, Tensor? tokens, "
+    "Tensor? token_mask, int vocab_size, int outputs) -> (Tensor, Tensor)",
+
+    // -> gradients of the logits; an empty tensor where one is not wanted
+    "token_divergence_backward(Tensor grad_values, Tensor rollout_logits, Tensor train_logits, "
+    "Tensor statistics, Tensor? tokens, Tensor? token_mask, int vocab_start, "
+    "int vocab_size, int outputs, bool want_rollout, bool want_train) -> (Tensor, Tensor)",
+
+    // -> state [*lead, kStateColumns] of a shard of the vocabulary
+    "divergence_state(Tensor rollout_shard, Tensor train_shard, Tensor? tokens, "
+    "Tensor? token_mask, int vocab_start, int vocab_size, int outputs) -> Tensor",
+
+    // [parts, *lead, kStateColumns] -> [*lead, kStateColumns]
+    "divergence_state_merge(Tensor states) -> Tensor",
+
+    // state of a whole row -> what token_divergence returns
+    "divergence_finish(Tensor state, int outputs) -> (Tensor, Tensor)",
+};
+
+}  // namespace trm

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the two libraries: trm_ext._C (schemas, CPU) and trm_ext._C_cuda (CUDA, where nvcc is).
+
+Environment: TRM_BUILD_CUDA=auto|0|1 (1 fails without nvcc), TRM_DEBUG=1, TORCH_CUDA_ARCH_LIST
+(default 9.0), MAX_JOBS, NVCC_THREADS.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch.utils.cpp_extension as cpp_extension
+from setuptools import setup
+
+TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11: one byte per component
+DEFAULT_ARCHITECTURES = "9.0"
+DEBUG = os.environ.get("TRM_DEBUG") == "1"
+INCLUDES = [str(Path("csrc").absolute()), str(Path("csrc/include").absolute())]
+
+
+def find_cuda_home() -> Path | None:
+    """Folder of a CUDA toolkit with both nvcc and its headers, or None."""
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        candidates.append(str(Path(nvcc).resolve().parent.parent))
+    candidates.append("/usr/local/cuda")
+    for candidate in candidates:
+        if candidate:
+            home = Path(candidate)
+            if (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
+                return home
+    return None
+
+
+def choose_cuda() -> Path | None:
+    """Toolkit to build _C_cuda with, by TRM_BUILD_CUDA; None means a CPU-only build."""
+    mode = os.environ.get("TRM_BUILD_CUDA", "auto")
+    if mode not in ("auto", "0", "1"):
+        sys.exit(f"TRM_BUILD_CUDA must be auto, 0 or 1, not {mode!r}")
+    if mode == "0":
+        print("trm-ext: CUDA off (TRM_BUILD_CUDA=0), building the CPU library only")
+        return None
+    home = find_cuda_home()
+    if home is None:
+        if mode == "1":
+            sys.exit("TRM_BUILD_CUDA=1, but no CUDA toolkit was found: set CUDA_HOME")
+        print("trm-ext: no CUDA toolkit found, building the CPU library only")
+    return home
+
+
+def extension(name: str, sources: list[str], **arguments):
+    """A plain shared library on torch's stable ABI; no CPython symbol, so one wheel serves all."""
+    optimise = ["-O0", "-g", "-DTRM_CHECKS"] if DEBUG else ["-O3", "-g0"]
+    defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-DPy_LIMITED_API=0x030a0000"]
+    cxx = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", *optimise, *defines]
+    nvcc = [
+        "-std=c++20",
+        "-Xcompiler=-fPIC,-fvisibility=hidden",
+        "-lineinfo",
+        *(["-O0", "-g", "-DTRM_CHECKS"] if DEBUG else ["-O3"]),
+        *defines,
+    ]
+    return cpp_extension.CppExtension(
+        name,
+        sources,
+        include_dirs=[*INCLUDES, *arguments.pop("include_dirs", [])],
+        extra_compile_args={
+            "cxx": cxx + arguments.pop("cxx", []),
+            "nvcc": nvcc + arguments.pop("nvcc", []),
+        },
+        # libtorch.so depends on libtorch_cuda where there is one: keep it even if unused here.
+        extra_link_args=["-Wl,--no-as-needed", "-ltorch", *(["-s"] if not DEBUG else [])],
+        py_limited_api=True,
+        depends=[str(path) for path in sorted(Path("csrc").rglob("*.h*"))]
+        + [str(path) for path in sorted(Path("csrc").rglob("*.cuh"))],
+        **arguments,
+    )
+
+
+extensions = [extension("trm_ext._C", ["csrc/torch/bind_cpu.cpp", "csrc/cpu/token_divergence.cpp"])]
+
+cuda_home = choose_cuda()
+if cuda_home is not None:
+    # torch sets these to nothing when it has no CUDA itself; the stable ABI does not care.
+    cpp_extension.CUDA_HOME = str(cuda_home)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
+    architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ")
+    extensions.append(
+        extension(
+            "trm_ext._C_cuda",
+            ["csrc/torch/bind_cuda.cpp", "csrc/cuda/token_divergence.cu"],
+            include_dirs=[str(cuda_home / "include")],
+            cxx=["-DUSE_CUDA", f'-DTRM_CUDA_ARCHITECTURES="{architectures}"'],
+            nvcc=["-DUSE_CUDA"],
+            library_dirs=[str(cuda_home / "lib64")],
+            libraries=["cudart_static", "rt", "dl", "pthread"],
+        )
+    )
+
+setup(
+    ext_modules=extensions,
+    cmdclass={"build_ext": cpp_extension.BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

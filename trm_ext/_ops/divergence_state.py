@@ -1,0 +1,56 @@
+"""trm::divergence_state, its merge and its finish: shapes, and their refusal of autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trm_ext._ops.token_divergence import STATISTICS, value_dtype
+
+STATE_COLUMNS = 14
+
+
+def _divergence_state_fake(
+    rollout_shard: Tensor,
+    train_shard: Tensor,
+    tokens: Tensor | None,
+    token_mask: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    outputs: int,
+) -> Tensor:
+    return rollout_shard.new_empty(
+        (*rollout_shard.shape[:-1], STATE_COLUMNS), dtype=value_dtype(rollout_shard, train_shard)
+    )
+
+
+def _divergence_state_merge_fake(states: Tensor) -> Tensor:
+    return states.new_empty(states.shape[1:])
+
+
+def _divergence_finish_fake(state: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
+    lead = state.shape[:-1]
+    values = state.new_empty((bin(outputs).count("1"), *lead))
+    statistics = state.new_empty((*lead, STATISTICS), dtype=torch.float64)
+    return values, statistics
+
+
+def _refuse(name: str) -> None:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        raise RuntimeError(
+            f"trm::{name} has no autograd: detach the logits and call "
+            "trm_ext.shard_gradient with the finished row's statistics"
+        )
+
+    torch.library.register_autograd(f"trm::{name}", backward)
+
+
+for _name, _fake in (
+    ("divergence_state", _divergence_state_fake),
+    ("divergence_state_merge", _divergence_state_merge_fake),
+    ("divergence_finish", _divergence_finish_fake),
+):
+    torch.library.register_fake(f"trm::{_name}", _fake)
+    _refuse(_name)

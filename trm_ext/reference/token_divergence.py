@@ -1,0 +1,187 @@
+"""Float64 twins of trm::token_divergence and its backward, in plain torch.
+
+Conventions: p log(p/q) is 0 where p = 0; a column that is -inf on both sides does not exist;
+rollout > -inf where train = -inf is a support violation (KL = +inf); NaN, +inf or a row with no
+finite logit on a side has no value (NaN). Rows outside ``token_mask`` are 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trm_ext import outputs as output_names
+
+INF = float("inf")
+
+
+def psi(u: Tensor) -> Tensor:
+    """The gap u + expm1(-u) >= 0, by its series where |u| <= 1/2."""
+    series = torch.ones_like(u)
+    for k in range(18, 2, -1):
+        series = 1 - series * u / k
+    return torch.where(u.abs() <= 0.5, u * u * series / 2, u + torch.expm1(-u))
+
+
+class Row:
+    """Log-probabilities, probabilities and log(p/q) of every row, in float64."""
+
+    def __init__(self, rollout_logits: Tensor, train_logits: Tensor, vocab_size: int) -> None:
+        x = rollout_logits[..., :vocab_size].detach().double()
+        y = train_logits[..., :vocab_size].detach().double()
+        self.in_rollout = x > -INF
+        self.in_train = y > -INF
+        bad = ~((x < INF) & (y < INF)).all(-1)
+        self.undefined = bad | ~self.in_rollout.any(-1) | ~self.in_train.any(-1)
+        blank = self.undefined[..., None]
+        x, y = x.masked_fill(blank, 0.0), y.masked_fill(blank, 0.0)
+        self.logp = torch.log_softmax(x, -1)
+        self.logq = torch.log_softmax(y, -1)
+        self.p, self.q = self.logp.exp(), self.logq.exp()
+        # log(p/q) from the logits' difference and one scalar per row, so that it is as accurate
+        # as x - y even where p is 1e-300.
+        both = self.in_rollout & self.in_train
+        x_both, y_both = x.masked_fill(~both, 0.0), y.masked_fill(~both, 0.0)
+        gap = torch.logsumexp(x, -1) - torch.logsumexp(y, -1)
+        self.both = both
+        self.t = ((x_both - y_both) - gap[..., None]).masked_fill(~both, 0.0)
+        self.violates = (self.in_rollout & ~self.in_train).any(-1)
+        self.outside = (self.in_train & ~self.in_rollout).any(-1)
+
+
+def _gap(weight: Tensor, other: Tensor, t: Tensor, both: Tensor) -> Tensor:
+    """Sum over columns of weight t + other - weight >= 0, termwise non-negative."""
+    near = both & (t.abs() <= 0.5)
+    term = torch.where(near, weight * psi(t), weight * t + (other - weight))
+    return term.sum(-1)
+
+
+def token_divergence(
+    rollout_logits: Tensor,
+    train_logits: Tensor,
+    tokens: Tensor | None,
+    token_mask: Tensor | None,
+    vocab_size: int,
+    outputs: int,
+) -> tuple[Tensor, Tensor]:
+    """Values [outputs set, *lead] and statistics [*lead, 8], as the op returns them, in float64."""
+    row = Row(rollout_logits, train_logits, vocab_size)
+    shape = row.undefined.shape
+    found: dict[str, Tensor] = {
+        "kl": _gap(row.p, row.q, row.t, row.both).masked_fill(row.violates, INF),
+        "kl_train_rollout": _gap(row.q, row.p, -row.t, row.both).masked_fill(row.outside, INF),
+        "entropy_rollout": -(row.p * row.logp.masked_fill(~row.in_rollout, 0.0)).sum(-1),
+        "entropy_train": -(row.q * row.logq.masked_fill(~row.in_train, 0.0)).sum(-1),
+    }
+    nothing = torch.full(shape, float("nan"), dtype=torch.float64)
+    for name in output_names.TOKEN_OUTPUTS:
+        found[name] = nothing
+    if tokens is not None and vocab_size > 0:
+        known = (tokens >= 0) & (tokens < vocab_size)
+        index = tokens.clamp(0, vocab_size - 1)[..., None]
+        pick = [
+            part.gather(-1, index)[..., 0].masked_fill(~known, float("nan"))
+            for part in (row.logp, row.logq, row.t, row.both.double())
+        ]
+        found["logp_rollout"], found["logp_train"] = pick[0], pick[1]
+        found["log_ratio"] = torch.where(pick[3] == 1, -pick[2], pick[1] - pick[0])
+    values = (
+        torch.stack(
+            [
+                found[name].masked_fill(row.undefined, float("nan"))
+                for name in output_names.decode(outputs)
+            ]
+        )
+        if outputs
+        else torch.empty((0, *shape), dtype=torch.float64)
+    )
+    frame = _frame(rollout_logits, train_logits, vocab_size)
+    asked = set(output_names.decode(outputs))
+    entropies = {"entropy_rollout", "entropy_train"}
+    carried = {"kl"} | asked & {"kl_train_rollout"} | (entropies if asked & entropies else set())
+    full = [found[name] if name in carried else nothing for name in output_names.OUTPUTS[:4]]
+    statistics = torch.stack([*frame, *full], -1)
+    statistics = statistics.masked_fill(row.undefined[..., None], float("nan"))
+    if token_mask is not None:
+        values = values.masked_fill(~token_mask, 0.0)
+        statistics = statistics.masked_fill(~token_mask[..., None], 0.0)
+    return values, statistics
+
+
+def _frame(rollout_logits: Tensor, train_logits: Tensor, vocab_size: int) -> list[Tensor]:
+    """M, log S, c, residual in the frame of the two maxima."""
+    x = rollout_logits[..., :vocab_size].detach().double()
+    y = train_logits[..., :vocab_size].detach().double()
+    if vocab_size == 0:
+        return [x.new_full(x.shape[:-1], float("nan"))] * 4
+    m, shift = x.amax(-1), x.amax(-1) - y.amax(-1)
+    log_mass = torch.logsumexp(x - m[..., None], -1)
+    gap = torch.logsumexp(x, -1) - torch.logsumexp(y, -1)
+    return [m, log_mass, shift, gap - shift]
+
+
+def token_divergence_backward(
+    grad_values: Tensor,
+    rollout_logits: Tensor,
+    train_logits: Tensor,
+    statistics: Tensor,
+    tokens: Tensor | None,
+    token_mask: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    outputs: int,
+    want_rollout: bool,
+    want_train: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of both logits in float64; rows with zero upstream gradient are exactly 0."""
+    x = rollout_logits[..., :vocab_size].detach().double()
+    y = train_logits[..., :vocab_size].detach().double()
+    m, log_mass, shift, residual, *full = (s[..., None] for s in statistics.double().unbind(-1))
+    value = dict(zip(output_names.OUTPUTS, full, strict=False))
+    in_rollout, in_train = x > -INF, y > -INF
+    both = in_rollout & in_train
+    logp = (x - m) - log_mass
+    logq = (y - m + shift) + residual - log_mass
+    p, q = logp.exp(), logq.exp()
+    t = torch.where(both, (x - y) - shift - residual, 0.0)
+    q_minus_p = torch.where(both & (t.abs() <= 0.5), p * torch.expm1(-t), q - p)
+    logp, logq = logp.masked_fill(~in_rollout, 0.0), logq.masked_fill(~in_train, 0.0)
+    hot = torch.zeros_like(p)
+    if tokens is not None:
+        column = tokens - vocab_start
+        inside = (column >= 0) & (column < vocab_size)
+        if vocab_size:
+            hot.scatter_(-1, column.clamp(0, vocab_size - 1)[..., None], inside[..., None].double())
+    d_rollout, d_train = torch.zeros_like(p), torch.zeros_like(p)
+    live = torch.zeros(p.shape[:-1], dtype=torch.bool)
+    for slot, name in enumerate(output_names.decode(outputs)):
+        g = grad_values[slot].double()[..., None]
+        v = value.get(name, g)
+        live |= g[..., 0] != 0
+        if name == "kl":
+            d_rollout += torch.where(in_rollout & (g != 0), g * p * (t - v), 0.0)
+            d_train += g * q_minus_p
+        elif name == "kl_train_rollout":
+            d_rollout -= g * q_minus_p
+            d_train += torch.where(in_train & (g != 0), g * q * (-t - v), 0.0)
+        elif name == "entropy_rollout":
+            d_rollout -= torch.where(in_rollout, g * p * (logp + v), 0.0)
+        elif name == "entropy_train":
+            d_train -= torch.where(in_train, g * q * (logq + v), 0.0)
+        elif name == "logp_rollout":
+            d_rollout += g * (hot - p)
+        elif name == "logp_train":
+            d_train += g * (hot - q)
+        elif name == "log_ratio":
+            d_rollout -= g * (hot - p)
+            d_train += g * (hot - q)
+    if token_mask is not None:
+        live &= token_mask
+    nowhere = ~(in_rollout | in_train) & ~torch.isnan(log_mass)
+    pad = (0, rollout_logits.shape[-1] - vocab_size)
+    result = []
+    for wanted, gradient in ((want_rollout, d_rollout), (want_train, d_train)):
+        gradient = torch.where(live[..., None], gradient.masked_fill(nowhere, 0.0), 0.0)
+        gradient = torch.nn.functional.pad(gradient, pad)
+        result.append(gradient if wanted else gradient.new_empty(0))
+    return result[0], result[1]
