@@ -13,7 +13,7 @@ test: lint $(VENV)/.demo  ## lint, then the default tests
 	$(BIN)/python -m pytest
 
 test-full: $(VENV)/.demo  ## the slow lanes only; `test` has run the others
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow || [ $$? -eq 5 ]  # 5: no slow test exists yet
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .

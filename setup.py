@@ -25,7 +25,7 @@ def find_cuda_home() -> Path | None:
     nvcc = shutil.which("nvcc")
     if nvcc:
         candidates.append(str(Path(nvcc).resolve().parent.parent))
-    candidates.append("/usr/local/cuda")
+    candidates.append(os.environ.get("TRM_CUDA_DEFAULT", "/usr/local/cuda"))
     for candidate in candidates:
         if candidate:
             home = Path(candidate)

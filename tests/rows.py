@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named families of logits rows, and the tolerances that follow from dtype and size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact vocabulary-level KL and trust-region masks for RL training of language models.
 
 Logits in, per-token divergences out; divergences in, a verdict per sequence out.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a user's tensors, each failing with one sentence that names the offending value."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the two libraries and remembers why one is absent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage 1: exact per-token divergences between two policies, from their logits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SequenceLayout: which token belongs to which sequence, where in it, and whether it counts.
 
 The one place that knows padded ``[B, T]`` batches, packed ``[N]`` batches and pieces of sequences.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage 2: from per-token divergences to a verdict per sequence."""
 
 from __future__ import annotations

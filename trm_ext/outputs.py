@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and order of what one divergence sweep can return; mirrors trm::Output in csrc."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pair state in public: rows whose vocabulary is split over ranks or tiles.
 
 A state is ``[N, 14]`` (float32, or float64 when an input is), layout version 1; its columns are

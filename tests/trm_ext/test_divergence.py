@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """token_divergence: values and gradients against the float64 twin, and every edge rule."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SequenceLayout: every constructor, its errors, and what a shift by one costs."""
 
 import pytest

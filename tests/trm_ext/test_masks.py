@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verdict: a plain-Python oracle over padded, packed and segmented layouts, and its rules."""
 
 import math

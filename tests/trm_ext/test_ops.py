@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every op of torch.ops.trm has all its parts: a meta-test over the dispatcher, and opcheck."""
 
 import re

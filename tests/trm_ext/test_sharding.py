@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Split vocabularies against the whole row, forward and backward."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python half of every op: fake implementation and autograd, one file per op."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """trm::divergence_state, its merge and its finish: shapes, and their refusal of autograd."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """trm::token_divergence and trm::token_divergence_backward: shapes and gradients."""
 
 from __future__ import annotations

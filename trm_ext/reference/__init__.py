@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow, obviously right float64 twins of every op: the tests' oracle and a readable definition."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Float64 twins of the pair state: its definition as sums over a shard, its merge, its finish.
 
 Columns (version 1): M, c, Sn, An, Gn, Sf, Af, Qf, flags, R, E, Y, x_token, y_token; the meaning of

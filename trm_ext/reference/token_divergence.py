@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Float64 twins of trm::token_divergence and its backward, in plain torch.
 
 Conventions: p log(p/q) is 0 where p = 0; a column that is -inf on both sides does not exist;

