@@ -6,6 +6,7 @@ Environment: TRM_BUILD_CUDA=auto|0|1 (1 fails without nvcc), TRM_DEBUG=1, TORCH_
 """
 
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from setuptools import setup
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11: one byte per component
 DEFAULT_ARCHITECTURES = "9.0"
 DEBUG = os.environ.get("TRM_DEBUG") == "1"
+X86 = platform.machine() in ("x86_64", "AMD64")
+CPU_SOURCES = ("capability", "double_row", "float_row", "token_divergence")
 INCLUDES = [str(Path("csrc").absolute()), str(Path("csrc/include").absolute())]
 
 
@@ -53,7 +56,7 @@ def choose_cuda() -> Path | None:
 def extension(name: str, sources: list[str], **arguments):
     """A plain shared library on torch's stable ABI; no CPython symbol, so one wheel serves all."""
     optimise = ["-O0", "-g", "-DTRM_CHECKS"] if DEBUG else ["-O3", "-g0"]
-    defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-DPy_LIMITED_API=0x030a0000"]
+    defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
     cxx = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", *optimise, *defines]
     nvcc = [
         "-std=c++20",
@@ -79,7 +82,49 @@ def extension(name: str, sources: list[str], **arguments):
     )
 
 
-extensions = [extension("trm_ext._C", ["csrc/torch/bind_cpu.cpp", "csrc/cpu/token_divergence.cpp"])]
+# One translation unit per instruction set, chosen at run time.
+INSTRUCTION_SETS = {
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "scalar": ["-Wno-psabi"],
+}
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """torch's, with the rows_*.cpp of the CPU library compiled each for its instruction set."""
+
+    def build_extension(self, ext):
+        """Compiles the instruction-set units by hand, then lets torch build and link the rest."""
+        if ext.name == "trm_ext._C":
+            sets = INSTRUCTION_SETS if X86 else {"scalar": INSTRUCTION_SETS["scalar"]}
+            ext.extra_objects = [self.compile_rows(ext, name, sets[name]) for name in sets]
+        super().build_extension(ext)
+
+    def compile_rows(self, ext, name, flags):
+        """Object file of csrc/cpu/rows_NAME.cpp."""
+        target = Path(self.build_temp).absolute() / f"rows_{name}.o"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        compiler = os.environ.get("CXX", "c++")
+        # gcc's own AVX-512 headers set off both warnings
+        arguments = [
+            *ext.extra_compile_args["cxx"],
+            "-Wno-maybe-uninitialized",
+            "-Wno-uninitialized",
+        ]
+        arguments += ["-fPIC", *flags]
+        includes = [f"-I{path}" for path in INCLUDES]
+        source = f"csrc/cpu/rows_{name}.cpp"
+        self.spawn([compiler, *arguments, *includes, "-c", source, "-o", str(target)])
+        return str(target)
+
+
+extensions = [
+    extension(
+        "trm_ext._C",
+        ["csrc/torch/bind_cpu.cpp", *[f"csrc/cpu/{name}.cpp" for name in CPU_SOURCES]],
+        cxx=["-DTRM_HAS_X86_RUNS"] if X86 else [],
+    )
+]
 
 cuda_home = choose_cuda()
 if cuda_home is not None:
@@ -101,6 +146,6 @@ if cuda_home is not None:
 
 setup(
     ext_modules=extensions,
-    cmdclass={"build_ext": cpp_extension.BuildExtension},
+    cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -31,7 +31,7 @@ def base_rows(kind: str, rows: int, vocab: int, seed: int = 0) -> Tensor:
 def exact_kl(x: Tensor, y: Tensor) -> Tensor:
     """Float64 KL(rollout||train) of the stored logits."""
     bits = 1
-    return reference(x, y, None, None, x.shape[-1], bits)[0][0]
+    return reference(x, y, None, None, None, None, x.shape[-1], bits)[0][0]
 
 
 def row_pair(

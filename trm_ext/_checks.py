@@ -56,6 +56,27 @@ def check_rows(name: str, rows: Tensor | None, logits: Tensor, dtype: torch.dtyp
         raise ValueError(f"{name} is on {rows.device}, the logits are on {logits.device}")
 
 
+def row_temperature(name: str, value: float | Tensor, logits: Tensor) -> Tensor | None:
+    """A temperature > 0 as a float64 tensor shaped like the rows; None where it is the number 1."""
+    lead = logits.shape[:-1]
+    if not isinstance(value, Tensor):
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a finite number > 0 or a tensor, got {value!r}")
+        if value == 1:
+            return None
+        return torch.tensor(float(value), dtype=torch.float64, device=logits.device).expand(lead)
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    if value.shape not in (lead, torch.Size(())):
+        raise ValueError(
+            f"{name} must be a number or have the shape of the logits without the vocabulary, "
+            f"{list(lead)}, got {shape_text(value)}"
+        )
+    if value.device != logits.device:
+        raise ValueError(f"{name} is on {value.device}, the logits are on {logits.device}")
+    return value.detach().to(torch.float64).expand(lead)
+
+
 def check_vocab_size(vocab_size: int | None, columns: int) -> int:
     """The real vocabulary size, defaulting to every column."""
     if vocab_size is None:

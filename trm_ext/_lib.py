@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import re
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 PACKAGE = Path(__file__).resolve().parent
+CPU_CAPABILITIES = ("scalar", "avx2", "avx512")
 MARKER = re.compile(rb"trm-build:([a-z_]+)=([^\0]*)\0")
 
 
@@ -54,6 +56,8 @@ def load_all() -> dict[str, str | None]:
             f"trm_ext's library _C is missing ({reasons['_C']}): "
             "build it with `pip install --no-build-isolation .`"
         )
+    if named := os.environ.get("TRM_CPU_CAPABILITY"):
+        force_cpu_capability(named)
     reasons["_C_cuda"] = load("_C_cuda")
     return reasons
 
@@ -108,5 +112,31 @@ def describe() -> dict[str, Any]:
 
 
 def cpu_capability() -> str:
-    """Instruction set that the CPU kernels run with on this machine."""
-    return "scalar"
+    """Instruction set that the CPU kernels run with: scalar, avx2 or avx512."""
+    name: bytes = _cpu_library().trm_cpu_capability()
+    return name.decode()
+
+
+def force_cpu_capability(name: str | None) -> str:
+    """Selects an instruction set for this process (None: the widest) and returns its name.
+
+    Raises:
+        ValueError: the name is unknown or this processor lacks it.
+    """
+    chosen: bytes | None = _cpu_library().trm_force_cpu_capability(
+        None if name is None else name.encode()
+    )
+    if chosen is None:
+        raise ValueError(
+            f"CPU capability {name!r} is not one of {', '.join(CPU_CAPABILITIES)}, "
+            "or this processor lacks it"
+        )
+    return chosen.decode()
+
+
+def _cpu_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(find_library("_C")))
+    for function in (library.trm_cpu_capability, library.trm_force_cpu_capability):
+        function.restype = ctypes.c_char_p
+    library.trm_force_cpu_capability.argtypes = [ctypes.c_char_p]
+    return library

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-OUTPUTS: tuple[str, ...] = (
+VALUES: tuple[str, ...] = (
     "kl",
     "kl_train_rollout",
     "entropy_rollout",
@@ -14,6 +14,10 @@ OUTPUTS: tuple[str, ...] = (
     "logp_train",
     "log_ratio",
 )
+# These need a second sweep over the finished row and have no gradient.
+DIAGNOSTICS: tuple[str, ...] = ("tv", "chi2", "bhattacharyya", "max_log_ratio", "outside_mass")
+OUTPUTS = VALUES + DIAGNOSTICS
+VALUE_BITS = (1 << len(VALUES)) - 1
 TOKEN_OUTPUTS = frozenset({"logp_rollout", "logp_train", "log_ratio"})
 
 
@@ -42,3 +46,21 @@ def decode(bits: int) -> tuple[str, ...]:
     ('kl', 'log_ratio')
     """
     return tuple(name for index, name in enumerate(OUTPUTS) if bits >> index & 1)
+
+
+def count_values(bits: int) -> int:
+    """Number of differentiable outputs in a bit set.
+
+    >>> count_values(encode(["kl", "tv"]))
+    1
+    """
+    return (bits & VALUE_BITS).bit_count()
+
+
+def count_diagnostics(bits: int) -> int:
+    """Number of diagnostics in a bit set.
+
+    >>> count_diagnostics(encode(["kl", "tv"]))
+    1
+    """
+    return (bits & ~VALUE_BITS).bit_count()

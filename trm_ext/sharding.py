@@ -17,7 +17,7 @@ from trm_ext import _checks, _ops
 from trm_ext._ops.divergence_state import STATE_COLUMNS
 from trm_ext._ops.token_divergence import STATISTICS, value_dtype
 from trm_ext.divergence import TokenDivergence
-from trm_ext.outputs import OUTPUTS, decode, encode
+from trm_ext.outputs import DIAGNOSTICS, VALUES, decode, encode
 
 __all__ = [
     "STATE_COLUMNS",
@@ -32,12 +32,24 @@ STATE_VERSION = 1
 _ = _ops  # registers the ops
 
 
+def _encode_values(outputs: Sequence[str]) -> int:
+    names = (outputs,) if isinstance(outputs, str) else outputs
+    if second := [name for name in names if name in DIAGNOSTICS]:
+        raise ValueError(
+            f"output {second[0]!r} needs a second sweep over the finished row, not a state; "
+            f"choose from {', '.join(VALUES)}"
+        )
+    return encode(names)
+
+
 def divergence_state(
     rollout_shard: Tensor,
     train_shard: Tensor,
     *,
     tokens: Tensor | None = None,
     token_mask: Tensor | None = None,
+    rollout_temperature: float | Tensor = 1.0,
+    train_temperature: float | Tensor = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     outputs: Sequence[str] = ("kl",),
@@ -52,6 +64,8 @@ def divergence_state(
         train_shard: ``[N, V_shard]``.
         tokens: ``[N]`` int64 ids in the whole vocabulary; kept where they fall into this shard.
         token_mask: ``[N]`` bool; rows outside are empty states and are not read.
+        rollout_temperature: > 0, a number or ``[N]``.
+        train_temperature: > 0, a number or ``[N]``.
         vocab_start: id of the shard's first column, >= 0.
         vocab_size: number of real columns of this shard, 0 for padding only; None means all.
         outputs: what the state must be able to yield when it is finished.
@@ -88,9 +102,11 @@ def divergence_state(
         train_shard.detach(),
         tokens,
         token_mask,
+        _checks.row_temperature("rollout_temperature", rollout_temperature, rollout_shard),
+        _checks.row_temperature("train_temperature", train_temperature, rollout_shard),
         vocab_start,
         columns if vocab_size is None else vocab_size,
-        encode(outputs),
+        _encode_values(outputs),
     )
     return state
 
@@ -150,10 +166,10 @@ def divergence_finish(
     """
     if state.dim() != 2 or state.shape[-1] != STATE_COLUMNS:
         raise ValueError(f"state must be [N, {STATE_COLUMNS}], got {_checks.shape_text(state)}")
-    names = decode(encode(outputs))
-    values, statistics = torch.ops.trm.divergence_finish(state.contiguous(), encode(outputs))
-    fields = dict(zip(names, values.unbind(0), strict=True))
-    return TokenDivergence(**{name: fields.get(name) for name in OUTPUTS}), statistics
+    bits = _encode_values(outputs)
+    values, statistics = torch.ops.trm.divergence_finish(state.contiguous(), bits)
+    fields = dict(zip(decode(bits), values.unbind(0), strict=True))
+    return TokenDivergence(**{name: fields.get(name) for name in VALUES}), statistics
 
 
 def shard_gradient(
@@ -164,6 +180,8 @@ def shard_gradient(
     *,
     tokens: Tensor | None = None,
     token_mask: Tensor | None = None,
+    rollout_temperature: float | Tensor = 1.0,
+    train_temperature: float | Tensor = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     want_rollout: bool = False,
@@ -179,6 +197,8 @@ def shard_gradient(
         train_shard: ``[N, V_shard]``.
         tokens: as given to :func:`divergence_state`.
         token_mask: as given to :func:`divergence_state`.
+        rollout_temperature: as given to :func:`divergence_state`.
+        train_temperature: as given to :func:`divergence_state`.
         vocab_start: as given to :func:`divergence_state`.
         vocab_size: as given to :func:`divergence_state`.
         want_rollout: also return the gradient of rollout_shard.
@@ -195,7 +215,7 @@ def shard_gradient(
     tensor([[-0.2311,  0.2311]])
     """
     _checks.check_logits(rollout_shard, train_shard)
-    names = [name for name in OUTPUTS if getattr(gradient, name) is not None]
+    names = [name for name in VALUES if getattr(gradient, name) is not None]
     if not names:
         raise ValueError("gradient holds no upstream gradient: every field is None")
     if statistics.shape != (rollout_shard.shape[0], STATISTICS):
@@ -211,6 +231,8 @@ def shard_gradient(
         statistics.contiguous(),
         tokens,
         token_mask,
+        _checks.row_temperature("rollout_temperature", rollout_temperature, rollout_shard),
+        _checks.row_temperature("train_temperature", train_temperature, rollout_shard),
         vocab_start,
         rollout_shard.shape[-1] if vocab_size is None else vocab_size,
         encode(names),

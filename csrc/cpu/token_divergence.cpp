@@ -1,108 +1,106 @@
 // SPDX-License-Identifier: Apache-2.0
-// CPU kernels of the pair state: a row is a sequence of fixed slices, each summed in the exact
-// frame of its own maxima and merged in order, so a row's answer depends on nothing but the row.
-// Reads each logit once from memory (the second look at a slice is in cache); 2 x V x size bytes.
+// Rows from slices, and the small kernels over states.
 #include "cpu/token_divergence.h"
 
-#include <algorithm>
-
-#include "trm/row.h"
-
 namespace trm::cpu {
-namespace {
 
-constexpr int64_t kSlice = 2048;  // two slices of doubles stay in the first-level cache
-
-struct Slice {
-  double rollout[kSlice];
-  double train[kSlice];
-};
-
-double load_slice(const LogitsView& view, int64_t offset, int64_t count, double* values) {
-  double largest = -infinity<double>();
-  for (int64_t i = 0; i < count; ++i) {
-    values[i] = load_logit<double>(view.data, offset + i * view.column_stride, view.type);
-    if (values[i] > largest && values[i] < infinity<double>()) largest = values[i];
-  }
-  return largest;
+DivergenceState<double> ForwardJob::slice_state(int64_t row, int64_t slice) const {
+  DivergenceState<double> nothing;
+  if (!has_temperatures(args_, row)) nothing.flags = kNonFinite;
+  if (nothing.flags != 0 || !counts(args_, row)) return nothing;
+  const SliceRange range = slice_range(args_.vocab, slice);
+  return out_.wide ? double_row::slice_state(args_, row, range)
+                   : float_row::slice_state(args_, row, range);
 }
 
-template <bool TrainGap, bool Entropy, typename FrameReal>
-DivergenceState<double> sum_row(const DivergenceArgs& args, int64_t row) {
-  Slice slice;
-  DivergenceState<double> total;
-  total.flags = carried_by(args.outputs);
-  const int64_t rollout = row_offset(args.rollout, row, args.inner);
-  const int64_t train = row_offset(args.train, row, args.inner);
-  for (int64_t first = 0; first < args.vocab; first += kSlice) {
-    const int64_t count = std::min(kSlice, args.vocab - first);
-    const double max_rollout = load_slice(
-        args.rollout, rollout + first * args.rollout.column_stride, count, slice.rollout);
-    const double max_train =
-        load_slice(args.train, train + first * args.train.column_stride, count, slice.train);
-    DivergenceState<double> part;
-    part.flags = carried_by(args.outputs) | (max_rollout > -infinity<double>() ? kHasRollout : 0u) |
-                 (max_train > -infinity<double>() ? kHasTrain : 0u);
-    if (part.has(kHasRollout | kHasTrain)) {
-      const Frame<double> frame = frame_of(max_rollout, max_train);
-      part.max_rollout = frame.max_rollout;
-      part.shift = static_cast<FrameReal>(frame.shift);
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      add_in_frame<TrainGap, Entropy>(part, slice.rollout[i], slice.train[i]);
-    }
-    total = merge<FrameReal>(total, part);
+DivergenceMoments ForwardJob::slice_moments(int64_t row, int64_t slice) const {
+  const double* const statistics = out_.statistics + row * kStatistics;
+  if (!counts(args_, row) || statistics[kStatLogMass] != statistics[kStatLogMass]) return {};
+  const SliceRange range = slice_range(args_.vocab, slice);
+  return out_.wide ? double_row::slice_moments(args_, row, statistics, range)
+                   : float_row::slice_moments(args_, row, statistics, range);
+}
+
+DivergenceState<double> ForwardJob::joined(const DivergenceState<double>* slices,
+                                           int64_t count) const {
+  DivergenceState<double> total = slices[0];
+  for (int64_t slice = 1; slice < count; ++slice) {
+    total = merge(total, slices[slice]);
   }
-  attach_token(args, row, total);
   return total;
 }
 
-template <typename FrameReal>
-DivergenceState<double> sum_row(const DivergenceArgs& args, int64_t row) {
-  const uint32_t carried = carried_by(args.outputs);
-  if (carried == kCarries) return sum_row<true, true, FrameReal>(args, row);
-  if (carried == kCarriesTrainGap) return sum_row<true, false, FrameReal>(args, row);
-  if (carried == kCarriesEntropy) return sum_row<false, true, FrameReal>(args, row);
-  return sum_row<false, false, FrameReal>(args, row);
+void ForwardJob::write_sums(int64_t row, DivergenceState<double> state) const {
+  if (!counts(args_, row)) return write_masked_row(args_, out_, row);
+  attach_token(args_, row, state);
+  if (out_.state != nullptr) return write_state(out_, row, state);
+  write_result(args_, out_, row, finish(state));
+}
+
+void ForwardJob::write_moments(int64_t row, const DivergenceMoments* slices, int64_t count) const {
+  if (!counts(args_, row)) return;  // zeros are written already
+  const double* const statistics = out_.statistics + row * kStatistics;
+  if (statistics[kStatLogMass] != statistics[kStatLogMass]) {
+    return write_equal_diagnostics(args_, out_, row, quiet_nan<double>());
+  }
+  DivergenceMoments total = slices[0];
+  for (int64_t slice = 1; slice < count; ++slice) merge_moments(total, slices[slice]);
+  double diagnostics[kOutputs - kValues];
+  finish_moments(total, diagnostics);
+  write_diagnostics(args_, out_, row, diagnostics);
+}
+
+void ForwardJob::whole_row(int64_t row) const {
+  if (!counts(args_, row)) return write_masked_row(args_, out_, row);
+  const int64_t slices = slices_of(args_.vocab);
+  DivergenceState<double> total = slice_state(row, 0);
+  for (int64_t slice = 1; slice < slices; ++slice) {
+    const DivergenceState<double> pair[2] = {total, slice_state(row, slice)};
+    total = joined(pair, 2);
+  }
+  write_sums(row, total);
+  if (out_.state != nullptr || !(args_.outputs & kDiagnosticOutputs)) return;
+  DivergenceMoments moments = slice_moments(row, 0);
+  for (int64_t slice = 1; slice < slices; ++slice) {
+    merge_moments(moments, slice_moments(row, slice));
+  }
+  write_moments(row, &moments, 1);
+}
+
+int64_t backward_items(const DivergenceBackwardArgs& args) {
+  return args.forward.rows * slices_of(args.columns);
+}
+
+namespace {
+
+void backward_slice(const DivergenceBackwardArgs& args, int64_t row, SliceRange range) {
+  RowGradient<double> gradient;
+  const bool live = read_gradient(args, row, gradient);
+  const int64_t real_end =
+      std::max(range.begin, std::min(range.end, live ? args.forward.vocab : int64_t{0}));
+  const SliceRange real = {range.begin, real_end};
+  if (live && gradient.log_mass != gradient.log_mass) {
+    for (int64_t v = real.begin; v < real.end; ++v) {
+      write_gradient(args, row, v, quiet_nan<double>(), quiet_nan<double>());
+    }
+  } else if (real.begin < real.end) {
+    const bool wide = args.forward.rollout.type == StorageType::kFloat64 ||
+                      args.forward.train.type == StorageType::kFloat64;
+    if (wide) {
+      double_row::slice_gradient(args, row, gradient, real);
+    } else {
+      float_row::slice_gradient(args, row, gradient, real);
+    }
+  }
+  for (int64_t v = real.end; v < range.end; ++v) write_gradient(args, row, v, 0.0, 0.0);
 }
 
 }  // namespace
 
-void token_divergence(const DivergenceArgs& args, const DivergenceOutputs& out, int64_t begin,
-                      int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    if (!counts(args, row)) {
-      write_masked_row(args, out, row);
-    } else {
-      write_row(args, out, row, out.wide ? sum_row<double>(args, row) : sum_row<float>(args, row));
-    }
-  }
-}
-
 void token_divergence_backward(const DivergenceBackwardArgs& args, int64_t begin, int64_t end) {
-  const DivergenceArgs& forward = args.forward;
-  for (int64_t row = begin; row < end; ++row) {
-    RowGradient<double> gradient;
-    const bool live = read_gradient(args, row, gradient);
-    const int64_t real_columns = live ? forward.vocab : 0;
-    if (live && gradient.log_mass != gradient.log_mass) {
-      for (int64_t v = 0; v < real_columns; ++v) {
-        write_gradient(args, row, v, quiet_nan<double>(), quiet_nan<double>());
-      }
-    } else {
-      const int64_t token = token_column(forward, row);
-      for (int64_t v = 0; v < real_columns; ++v) {
-        ColumnGradient<double> column =
-            column_gradient(gradient, load_column(forward.rollout, row, forward.inner, v),
-                            load_column(forward.train, row, forward.inner, v));
-        if (v == token) {
-          column.rollout += gradient.g_logp_rollout;
-          column.train += gradient.g_logp_train;
-        }
-        write_gradient(args, row, v, column.rollout, column.train);
-      }
-    }
-    for (int64_t v = real_columns; v < args.columns; ++v) write_gradient(args, row, v, 0.0, 0.0);
+  const int64_t slices = slices_of(args.columns);
+  for (int64_t item = begin; item < end; ++item) {
+    backward_slice(args, item / slices, slice_range(args.columns, item % slices));
   }
 }
 
@@ -114,7 +112,7 @@ void merge_rows(const Real* states, Real* merged, int64_t parts, int64_t rows, i
   for (int64_t row = begin; row < end; ++row) {
     DivergenceState<double> total = load_state(states + row * kStateColumns);
     for (int64_t part = 1; part < parts; ++part) {
-      total = merge<Real>(total, load_state(states + (part * rows + row) * kStateColumns));
+      total = merge(total, load_state(states + (part * rows + row) * kStateColumns));
     }
     store_state(total, merged + row * kStateColumns);
   }

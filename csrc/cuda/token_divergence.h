@@ -2,8 +2,6 @@
 // Launchers of the CUDA kernels; nothing here needs torch.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "trm/divergence_args.h"
 
 namespace trm::cuda {

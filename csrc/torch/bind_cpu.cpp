@@ -5,7 +5,11 @@
 #include "torch/schema.h"
 #include "trm/build_facts.h"
 
+#if defined(TRM_HAS_X86_RUNS)
+TRM_BUILD_FACT(cpu_instruction_sets, "avx512 avx2 scalar");
+#else
 TRM_BUILD_FACT(cpu_instruction_sets, "scalar");
+#endif
 
 namespace {
 
@@ -17,13 +21,13 @@ constexpr int64_t kRecordGrain = 1024;
 struct CpuBackend {
   static void forward(const Tensor&, const trm::DivergenceArgs& args,
                       const trm::DivergenceOutputs& out) {
-    parallel_for(0, args.rows, 1, [&](int64_t begin, int64_t end) {
-      trm::cpu::token_divergence(args, out, begin, end);
-    });
+    trm::cpu::ForwardJob(args, out).run(
+        torch::stable::get_num_threads(),
+        [](int64_t items, const auto& body) { parallel_for(0, items, 1, body); });
   }
 
   static void backward(const Tensor&, const trm::DivergenceBackwardArgs& args) {
-    parallel_for(0, args.forward.rows, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, trm::cpu::backward_items(args), 1, [&](int64_t begin, int64_t end) {
       trm::cpu::token_divergence_backward(args, begin, end);
     });
   }

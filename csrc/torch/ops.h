@@ -68,10 +68,13 @@ inline int64_t product(const std::vector<int64_t>& sizes) {
   return count;
 }
 
-inline int64_t count_outputs(int64_t outputs) {
+inline void check_outputs(int64_t outputs) {
   STD_TORCH_CHECK(outputs >= 0 && outputs < (int64_t{1} << kOutputs), "trm: unknown output bits ",
                   outputs);
-  return __builtin_popcountll(static_cast<unsigned long long>(outputs));
+}
+
+inline int64_t count_outputs(int64_t outputs, uint32_t kind) {
+  return __builtin_popcount(static_cast<uint32_t>(outputs) & kind);
 }
 
 template <typename T>
@@ -88,6 +91,14 @@ RowView<const T> optional_rows(const std::optional<Tensor>& tensor,
                   static_cast<int64_t>(lead.size()));
 }
 
+// The optional per-row inputs that every op over logits takes, in schema order.
+struct RowInputs {
+  const std::optional<Tensor>& tokens;
+  const std::optional<Tensor>& token_mask;
+  const std::optional<Tensor>& rollout_temperature;
+  const std::optional<Tensor>& train_temperature;
+};
+
 struct Call {
   DivergenceArgs args;
   std::vector<int64_t> lead;
@@ -95,8 +106,7 @@ struct Call {
   ScalarType value_type;
 };
 
-inline Call describe(const Tensor& rollout, const Tensor& train,
-                     const std::optional<Tensor>& tokens, const std::optional<Tensor>& token_mask,
+inline Call describe(const Tensor& rollout, const Tensor& train, const RowInputs& rows,
                      int64_t vocab_start, int64_t vocab_size, int64_t outputs) {
   STD_TORCH_CHECK(rollout.dim() == 2 || rollout.dim() == 3,
                   "trm: logits must be [N, V] or [A, B, V]");
@@ -107,13 +117,18 @@ inline Call describe(const Tensor& rollout, const Tensor& train,
   const int64_t columns = rollout.size(rollout.dim() - 1);
   STD_TORCH_CHECK(vocab_size >= 0 && vocab_size <= columns, "trm: vocab_size ", vocab_size,
                   " exceeds the logits' ", columns, " columns");
-  count_outputs(outputs);
+  check_outputs(outputs);
   Call call;
   call.lead = lead_sizes(rollout);
   call.args.rollout = logits_view(rollout);
   call.args.train = logits_view(train);
-  call.args.token_mask = optional_rows<bool>(token_mask, call.lead, ScalarType::Bool, "token_mask");
-  call.args.tokens = optional_rows<int64_t>(tokens, call.lead, ScalarType::Long, "tokens");
+  call.args.token_mask =
+      optional_rows<bool>(rows.token_mask, call.lead, ScalarType::Bool, "token_mask");
+  call.args.tokens = optional_rows<int64_t>(rows.tokens, call.lead, ScalarType::Long, "tokens");
+  call.args.rollout_temperature = optional_rows<double>(rows.rollout_temperature, call.lead,
+                                                        ScalarType::Double, "rollout_temperature");
+  call.args.train_temperature = optional_rows<double>(rows.train_temperature, call.lead,
+                                                      ScalarType::Double, "train_temperature");
   call.args.rows = product(call.lead);
   call.args.inner = call.lead.back() > 0 ? call.lead.back() : 1;
   call.args.vocab = vocab_size;
@@ -136,32 +151,40 @@ inline std::vector<int64_t> with_back(std::vector<int64_t> sizes, int64_t back) 
 }
 
 template <typename Backend>
-std::tuple<Tensor, Tensor> token_divergence(const Tensor& rollout_logits,
-                                            const Tensor& train_logits,
-                                            const std::optional<Tensor>& tokens,
-                                            const std::optional<Tensor>& token_mask,
-                                            int64_t vocab_size, int64_t outputs) {
-  const Call call =
-      describe(rollout_logits, train_logits, tokens, token_mask, 0, vocab_size, outputs);
+std::tuple<Tensor, Tensor, Tensor> token_divergence(
+    const Tensor& rollout_logits, const Tensor& train_logits, const std::optional<Tensor>& tokens,
+    const std::optional<Tensor>& token_mask, const std::optional<Tensor>& rollout_temperature,
+    const std::optional<Tensor>& train_temperature, int64_t vocab_size, int64_t outputs) {
+  const Call call = describe(rollout_logits, train_logits,
+                             {tokens, token_mask, rollout_temperature, train_temperature}, 0,
+                             vocab_size, outputs);
   Tensor values =
-      empty_on(rollout_logits, with_front(count_outputs(outputs), call.lead), call.value_type);
+      empty_on(rollout_logits, with_front(count_outputs(outputs, kValueOutputs), call.lead),
+               call.value_type);
+  Tensor diagnostics =
+      empty_on(rollout_logits, with_front(count_outputs(outputs, kDiagnosticOutputs), call.lead),
+               call.value_type);
   Tensor statistics =
       empty_on(rollout_logits, with_back(call.lead, kStatistics), ScalarType::Double);
   DivergenceOutputs out;
   out.values = values.mutable_data_ptr();
+  out.diagnostics = diagnostics.mutable_data_ptr();
   out.statistics = static_cast<double*>(statistics.mutable_data_ptr());
   out.wide = call.wide;
   Backend::forward(rollout_logits, call.args, out);
-  return {values, statistics};
+  return {values, diagnostics, statistics};
 }
 
 template <typename Backend>
 Tensor divergence_state(const Tensor& rollout_shard, const Tensor& train_shard,
                         const std::optional<Tensor>& tokens,
-                        const std::optional<Tensor>& token_mask, int64_t vocab_start,
+                        const std::optional<Tensor>& token_mask,
+                        const std::optional<Tensor>& rollout_temperature,
+                        const std::optional<Tensor>& train_temperature, int64_t vocab_start,
                         int64_t vocab_size, int64_t outputs) {
-  const Call call =
-      describe(rollout_shard, train_shard, tokens, token_mask, vocab_start, vocab_size, outputs);
+  const Call call = describe(rollout_shard, train_shard,
+                             {tokens, token_mask, rollout_temperature, train_temperature},
+                             vocab_start, vocab_size, outputs);
   Tensor state = empty_on(rollout_shard, with_back(call.lead, kStateColumns), call.value_type);
   DivergenceOutputs out;
   out.state = state.mutable_data_ptr();
@@ -174,11 +197,13 @@ template <typename Backend>
 std::tuple<Tensor, Tensor> token_divergence_backward(
     const Tensor& grad_values, const Tensor& rollout_logits, const Tensor& train_logits,
     const Tensor& statistics, const std::optional<Tensor>& tokens,
-    const std::optional<Tensor>& token_mask, int64_t vocab_start, int64_t vocab_size,
+    const std::optional<Tensor>& token_mask, const std::optional<Tensor>& rollout_temperature,
+    const std::optional<Tensor>& train_temperature, int64_t vocab_start, int64_t vocab_size,
     int64_t outputs, bool want_rollout, bool want_train) {
-  const Call call =
-      describe(rollout_logits, train_logits, tokens, token_mask, vocab_start, vocab_size, outputs);
-  const int64_t requested = count_outputs(outputs);
+  const Call call = describe(rollout_logits, train_logits,
+                             {tokens, token_mask, rollout_temperature, train_temperature},
+                             vocab_start, vocab_size, outputs);
+  const int64_t requested = count_outputs(outputs, kValueOutputs);
   const int64_t lead = static_cast<int64_t>(call.lead.size());
   const bool wide = grad_values.scalar_type() == ScalarType::Double;
   STD_TORCH_CHECK(wide || grad_values.scalar_type() == ScalarType::Float,
@@ -238,7 +263,9 @@ template <typename Backend>
 std::tuple<Tensor, Tensor> divergence_finish(const Tensor& state, int64_t outputs) {
   const bool wide = is_wide_state(state);
   const std::vector<int64_t> lead = lead_sizes(state);
-  Tensor values = empty_on(state, with_front(count_outputs(outputs), lead), state.scalar_type());
+  check_outputs(outputs);
+  Tensor values =
+      empty_on(state, with_front(count_outputs(outputs, kValueOutputs), lead), state.scalar_type());
   Tensor statistics = empty_on(state, with_back(lead, kStatistics), ScalarType::Double);
   Backend::finish(state, state.const_data_ptr(), wide, static_cast<uint32_t>(outputs),
                   values.mutable_data_ptr(), static_cast<double*>(statistics.mutable_data_ptr()),

@@ -6,24 +6,28 @@
 namespace trm {
 
 constexpr const char* kSchemas[] = {
-    // -> values [outputs set, *lead], statistics [*lead, 8] in float64: M, log S, c, residual, then
-    // kl, kl_train_rollout, entropy_rollout, entropy_train (NaN where not carried)
+    // -> values [value outputs set, *lead], diagnostics [diagnostic outputs set, *lead], statistics
+    // [*lead, 8] in float64: M, log S, c, residual, then kl, kl_train_rollout, entropy_rollout,
+    // entropy_train (NaN where not carried)
     "token_divergence(Tensor rollout_logits, Tensor train_logits, Tensor? tokens, "
-    "Tensor? token_mask, int vocab_size, int outputs) -> (Tensor, Tensor)",
+    "Tensor? token_mask, Tensor? rollout_temperature, Tensor? train_temperature, int vocab_size, "
+    "int outputs) -> (Tensor, Tensor, Tensor)",
 
     // -> gradients of the logits; an empty tensor where one is not wanted
     "token_divergence_backward(Tensor grad_values, Tensor rollout_logits, Tensor train_logits, "
-    "Tensor statistics, Tensor? tokens, Tensor? token_mask, int vocab_start, "
-    "int vocab_size, int outputs, bool want_rollout, bool want_train) -> (Tensor, Tensor)",
+    "Tensor statistics, Tensor? tokens, Tensor? token_mask, Tensor? rollout_temperature, "
+    "Tensor? train_temperature, int vocab_start, int vocab_size, int outputs, bool want_rollout, "
+    "bool want_train) -> (Tensor, Tensor)",
 
     // -> state [*lead, kStateColumns] of a shard of the vocabulary
     "divergence_state(Tensor rollout_shard, Tensor train_shard, Tensor? tokens, "
-    "Tensor? token_mask, int vocab_start, int vocab_size, int outputs) -> Tensor",
+    "Tensor? token_mask, Tensor? rollout_temperature, Tensor? train_temperature, "
+    "int vocab_start, int vocab_size, int outputs) -> Tensor",
 
     // [parts, *lead, kStateColumns] -> [*lead, kStateColumns]
     "divergence_state_merge(Tensor states) -> Tensor",
 
-    // state of a whole row -> what token_divergence returns
+    // state of a whole row -> values and statistics, as token_divergence returns them
     "divergence_finish(Tensor state, int outputs) -> (Tensor, Tensor)",
 };
 

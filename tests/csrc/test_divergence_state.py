@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state's move, merge and finish against a 50-digit mpmath oracle."""
 
 import mpmath as mp
@@ -5,11 +6,11 @@ import pytest
 import torch
 
 from tests.rows import base_rows
-from trm_ext.outputs import OUTPUTS, encode
+from trm_ext.outputs import VALUES, encode
 from trm_ext.reference import TWINS
 
-ALL = encode(OUTPUTS)
-TOKENLESS = encode(OUTPUTS[:4])
+ALL = encode(VALUES)
+TOKENLESS = encode(VALUES[:4])
 COLUMNS = ("M", "c", "Sn", "An", "Gn", "Sf", "Af", "Qf", "flags", "R", "E", "Y")
 HAS_BOTH = 3
 
@@ -38,7 +39,7 @@ def exact_sums(x, y, near, m, c):
 def state_of(x, y, wide=True):
     kind = torch.float64 if wide else torch.float32
     x, y = (torch.as_tensor(t, dtype=kind)[None] for t in (x, y))
-    return torch.ops.trm.divergence_state(x, y, None, None, 0, x.shape[1], TOKENLESS)
+    return torch.ops.trm.divergence_state(x, y, None, None, None, None, 0, x.shape[1], TOKENLESS)
 
 
 def near_labels(x, y, state):
@@ -131,7 +132,7 @@ def test_float_states_merge_in_double():
     merged = torch.ops.trm.divergence_state_merge(parts)
     assert merged.dtype == torch.float32
     values, _ = torch.ops.trm.divergence_finish(merged, TOKENLESS)
-    whole = TWINS["token_divergence"](x[None], y[None], None, None, 4000, TOKENLESS)[0]
+    whole = TWINS["token_divergence"](x[None], y[None], None, None, None, None, 4000, TOKENLESS)[0]
     torch.testing.assert_close(values[:2].double(), whole[:2], rtol=2e-6, atol=0)
     torch.testing.assert_close(values[2:].double(), whole[2:], rtol=1e-6, atol=0)
 
@@ -165,7 +166,7 @@ def test_train_mass_seen_before_any_rollout_mass():
 
 def test_an_output_that_was_not_carried_is_nan():
     x = torch.zeros(1, 3, dtype=torch.float64)
-    lean = torch.ops.trm.divergence_state(x, x + torch.arange(3), None, None, 0, 3, 1)
+    lean = torch.ops.trm.divergence_state(x, x + torch.arange(3), None, None, None, None, 0, 3, 1)
     full = state_of([0.0], [0.0])
     merged = torch.ops.trm.divergence_state_merge(torch.stack([lean, full]))
     values, _ = torch.ops.trm.divergence_finish(merged, ALL)

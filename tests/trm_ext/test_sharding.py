@@ -6,7 +6,7 @@ import torch
 
 import trm_ext as trm
 from tests.rows import GRADIENT_RTOL, row_pair
-from trm_ext.outputs import OUTPUTS
+from trm_ext.outputs import VALUES
 
 INF = float("inf")
 # Unequal on purpose; with an empty shard, and one that is padding only.
@@ -43,13 +43,13 @@ def test_values(kind, kl, shards):
     x, y = row_pair(kind, 2, 5000, kl)
     x, y = x.float(), torch.log_softmax(y, -1).float()
     tokens = torch.tensor([0, 4321])
-    got, _ = sharded(x, y, SPLITS[shards], tokens, OUTPUTS)
-    want = trm.token_divergence(x.double(), y.double(), tokens=tokens, outputs=OUTPUTS)
+    got, _ = sharded(x, y, SPLITS[shards], tokens, VALUES)
+    want = trm.token_divergence(x.double(), y.double(), tokens=tokens, outputs=VALUES)
     for name in ("kl", "kl_train_rollout"):
         torch.testing.assert_close(
             getattr(got, name).double(), getattr(want, name), rtol=SHARD_RTOL, atol=0
         )
-    for name in OUTPUTS[2:]:
+    for name in VALUES[2:]:
         torch.testing.assert_close(
             getattr(got, name).double(), getattr(want, name), rtol=SHARD_RTOL, atol=1e-6, msg=name
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trm_ext._ops.token_divergence import STATISTICS, value_dtype
+from trm_ext.outputs import count_values
 
 STATE_COLUMNS = 14
 
@@ -18,6 +19,8 @@ def _divergence_state_fake(
     train_shard: Tensor,
     tokens: Tensor | None,
     token_mask: Tensor | None,
+    rollout_temperature: Tensor | None,
+    train_temperature: Tensor | None,
     vocab_start: int,
     vocab_size: int,
     outputs: int,
@@ -33,7 +36,7 @@ def _divergence_state_merge_fake(states: Tensor) -> Tensor:
 
 def _divergence_finish_fake(state: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
     lead = state.shape[:-1]
-    values = state.new_empty((bin(outputs).count("1"), *lead))
+    values = state.new_empty((count_values(outputs), *lead))
     statistics = state.new_empty((*lead, STATISTICS), dtype=torch.float64)
     return values, statistics
 

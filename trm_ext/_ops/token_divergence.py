@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trm_ext.outputs import count_diagnostics, count_values
+
 STATISTICS = 8  # M, log S, c, residual, and four values in full precision
 
 
@@ -22,15 +24,18 @@ def _token_divergence_fake(
     train_logits: Tensor,
     tokens: Tensor | None,
     token_mask: Tensor | None,
+    rollout_temperature: Tensor | None,
+    train_temperature: Tensor | None,
     vocab_size: int,
     outputs: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     lead = rollout_logits.shape[:-1]
-    values = rollout_logits.new_empty(
-        (bin(outputs).count("1"), *lead), dtype=value_dtype(rollout_logits, train_logits)
+    dtype = value_dtype(rollout_logits, train_logits)
+    return (
+        rollout_logits.new_empty((count_values(outputs), *lead), dtype=dtype),
+        rollout_logits.new_empty((count_diagnostics(outputs), *lead), dtype=dtype),
+        rollout_logits.new_empty((*lead, STATISTICS), dtype=torch.float64),
     )
-    statistics = rollout_logits.new_empty((*lead, STATISTICS), dtype=torch.float64)
-    return values, statistics
 
 
 def _token_divergence_backward_fake(
@@ -40,6 +45,8 @@ def _token_divergence_backward_fake(
     statistics: Tensor,
     tokens: Tensor | None,
     token_mask: Tensor | None,
+    rollout_temperature: Tensor | None,
+    train_temperature: Tensor | None,
     vocab_start: int,
     vocab_size: int,
     outputs: int,
@@ -53,23 +60,36 @@ def _token_divergence_backward_fake(
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rollout_logits, train_logits, tokens, token_mask, ctx.vocab_size, ctx.outputs = inputs
-    statistics = output[1]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.vocab_size, ctx.outputs = inputs
+    statistics = output[2]
     ctx.mark_non_differentiable(statistics)
-    ctx.save_for_backward(rollout_logits, train_logits, statistics, tokens, token_mask)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(statistics, *tensors)
 
 
-def _backward(ctx: Any, grad_values: Tensor, grad_statistics: Tensor | None) -> tuple[Any, ...]:
-    rollout_logits, train_logits, statistics, tokens, token_mask = ctx.saved_tensors
+def _backward(
+    ctx: Any,
+    grad_values: Tensor | None,
+    grad_diagnostics: Tensor | None,
+    grad_statistics: Tensor | None,
+) -> tuple[Any, ...]:
+    if grad_diagnostics is not None and count_diagnostics(ctx.outputs):
+        raise RuntimeError(
+            "tv, chi2, bhattacharyya, max_log_ratio and outside_mass are diagnostics without a "
+            "gradient: detach them, or compute them in a call of their own under torch.no_grad()"
+        )
+    nothing = (None,) * 8
+    if grad_values is None:
+        return nothing
+    statistics, rollout_logits, train_logits, *rows = ctx.saved_tensors
     want_rollout, want_train = ctx.needs_input_grad[:2]
     grad_rollout, grad_train = torch.ops.trm.token_divergence_backward(
         grad_values,
         rollout_logits,
         train_logits,
         statistics,
-        tokens,
-        token_mask,
+        *rows,
         0,
         ctx.vocab_size,
         ctx.outputs,
@@ -79,10 +99,7 @@ def _backward(ctx: Any, grad_values: Tensor, grad_statistics: Tensor | None) -> 
     return (
         grad_rollout if want_rollout else None,
         grad_train if want_train else None,
-        None,
-        None,
-        None,
-        None,
+        *nothing[2:],
     )
 
 

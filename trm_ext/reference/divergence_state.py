@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trm_ext import outputs as output_names
-from trm_ext.reference.token_divergence import INF, psi
+from trm_ext.reference.token_divergence import INF, psi, tempered
 
 HAS_ROLLOUT, HAS_TRAIN, NON_FINITE, VIOLATES, OUTSIDE, HAS_TOKEN, TRAIN_GAP, ENTROPY = (
     1 << bit for bit in range(8)
@@ -82,14 +82,16 @@ def divergence_state(
     train_shard: Tensor,
     tokens: Tensor | None,
     token_mask: Tensor | None,
+    rollout_temperature: Tensor | None,
+    train_temperature: Tensor | None,
     vocab_start: int,
     vocab_size: int,
     outputs: int,
 ) -> Tensor:
     """State of a shard in the frame of its own maxima; float64 [*lead, 14]."""
     lead = rollout_shard.shape[:-1]
-    x = rollout_shard[..., :vocab_size].detach().double().reshape(-1, vocab_size)
-    y = train_shard[..., :vocab_size].detach().double().reshape(-1, vocab_size)
+    x = tempered(rollout_shard, rollout_temperature, vocab_size).flatten(0, -2)
+    y = tempered(train_shard, train_temperature, vocab_size).flatten(0, -2)
     count = int(torch.tensor(lead).prod())
     columns = torch.full((count,), -1)
     if tokens is not None:
@@ -110,7 +112,7 @@ def divergence_state(
 def _moved(s: list[float], m: float, c: float) -> list[float]:
     """The state re-expressed in frame (m, c): every sum rewritten through exp(M-M'), exp(c'-c)."""
     flags = int(s[8])
-    drop, turn = torch.tensor(s[0] - m).double(), torch.tensor(c - s[1]).double()
+    drop, turn = torch.tensor([s[0] - m, c - s[1]], dtype=torch.float64)
     k = float(torch.exp(drop)) if flags & HAS_ROLLOUT else 0.0
     k_train = float(torch.exp(drop + turn)) if flags & HAS_TRAIN else 0.0
     d, fall = float(turn), float(drop)
@@ -190,7 +192,7 @@ def divergence_finish(state: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
     }
     undefined = has(NON_FINITE) | ~has(HAS_ROLLOUT) | ~has(HAS_TRAIN)
     rows = []
-    for name in output_names.decode(outputs):
+    for name in output_names.decode(outputs & output_names.VALUE_BITS):
         value = found[name].masked_fill(undefined, float("nan"))
         if name.startswith("entropy"):
             value = value.masked_fill(~has(ENTROPY), float("nan"))

@@ -24,15 +24,31 @@ def psi(u: Tensor) -> Tensor:
     return torch.where(u.abs() <= 0.5, u * u * series / 2, u + torch.expm1(-u))
 
 
+def tempered(logits: Tensor, temperature: Tensor | None, vocab_size: int) -> Tensor:
+    """The real columns over their row's temperature, in float64."""
+    logits = logits[..., :vocab_size].detach().double()
+    return logits if temperature is None else logits / temperature[..., None]
+
+
 class Row:
     """Log-probabilities, probabilities and log(p/q) of every row, in float64."""
 
-    def __init__(self, rollout_logits: Tensor, train_logits: Tensor, vocab_size: int) -> None:
-        x = rollout_logits[..., :vocab_size].detach().double()
-        y = train_logits[..., :vocab_size].detach().double()
+    def __init__(
+        self,
+        rollout_logits: Tensor,
+        train_logits: Tensor,
+        rollout_temperature: Tensor | None,
+        train_temperature: Tensor | None,
+        vocab_size: int,
+    ) -> None:
+        x = tempered(rollout_logits, rollout_temperature, vocab_size)
+        y = tempered(train_logits, train_temperature, vocab_size)
         self.in_rollout = x > -INF
         self.in_train = y > -INF
         bad = ~((x < INF) & (y < INF)).all(-1)
+        for temperature in (rollout_temperature, train_temperature):
+            if temperature is not None:
+                bad = bad | ~((temperature > 0) & (temperature < INF))
         self.undefined = bad | ~self.in_rollout.any(-1) | ~self.in_train.any(-1)
         blank = self.undefined[..., None]
         x, y = x.masked_fill(blank, 0.0), y.masked_fill(blank, 0.0)
@@ -62,11 +78,13 @@ def token_divergence(
     train_logits: Tensor,
     tokens: Tensor | None,
     token_mask: Tensor | None,
+    rollout_temperature: Tensor | None,
+    train_temperature: Tensor | None,
     vocab_size: int,
     outputs: int,
-) -> tuple[Tensor, Tensor]:
-    """Values [outputs set, *lead] and statistics [*lead, 8], as the op returns them, in float64."""
-    row = Row(rollout_logits, train_logits, vocab_size)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, diagnostics and statistics, as the op returns them, in float64."""
+    row = Row(rollout_logits, train_logits, rollout_temperature, train_temperature, vocab_size)
     shape = row.undefined.shape
     found: dict[str, Tensor] = {
         "kl": _gap(row.p, row.q, row.t, row.both).masked_fill(row.violates, INF),
@@ -74,6 +92,7 @@ def token_divergence(
         "entropy_rollout": -(row.p * row.logp.masked_fill(~row.in_rollout, 0.0)).sum(-1),
         "entropy_train": -(row.q * row.logq.masked_fill(~row.in_train, 0.0)).sum(-1),
     }
+    found |= _diagnostics(row)
     nothing = torch.full(shape, float("nan"), dtype=torch.float64)
     for name in output_names.TOKEN_OUTPUTS:
         found[name] = nothing
@@ -86,17 +105,17 @@ def token_divergence(
         ]
         found["logp_rollout"], found["logp_train"] = pick[0], pick[1]
         found["log_ratio"] = torch.where(pick[3] == 1, -pick[2], pick[1] - pick[0])
-    values = (
-        torch.stack(
-            [
-                found[name].masked_fill(row.undefined, float("nan"))
-                for name in output_names.decode(outputs)
-            ]
+    values, diagnostics = (
+        _stacked([found[name] for name in names], row.undefined)
+        for names in (
+            output_names.decode(outputs & output_names.VALUE_BITS),
+            output_names.decode(outputs & ~output_names.VALUE_BITS),
         )
-        if outputs
-        else torch.empty((0, *shape), dtype=torch.float64)
     )
-    frame = _frame(rollout_logits, train_logits, vocab_size)
+    frame = _frame(
+        tempered(rollout_logits, rollout_temperature, vocab_size),
+        tempered(train_logits, train_temperature, vocab_size),
+    )
     asked = set(output_names.decode(outputs))
     entropies = {"entropy_rollout", "entropy_train"}
     carried = {"kl"} | asked & {"kl_train_rollout"} | (entropies if asked & entropies else set())
@@ -105,15 +124,44 @@ def token_divergence(
     statistics = statistics.masked_fill(row.undefined[..., None], float("nan"))
     if token_mask is not None:
         values = values.masked_fill(~token_mask, 0.0)
+        diagnostics = diagnostics.masked_fill(~token_mask, 0.0)
         statistics = statistics.masked_fill(~token_mask[..., None], 0.0)
-    return values, statistics
+    return values, diagnostics, statistics
 
 
-def _frame(rollout_logits: Tensor, train_logits: Tensor, vocab_size: int) -> list[Tensor]:
+def _stacked(rows: list[Tensor], undefined: Tensor) -> Tensor:
+    if not rows:
+        return torch.empty((0, *undefined.shape), dtype=torch.float64)
+    return torch.stack([value.masked_fill(undefined, float("nan")) for value in rows])
+
+
+def _diagnostics(row: Row) -> dict[str, Tensor]:
+    """The second sweep's outputs, termwise without cancellation."""
+    p, q, t = row.p, row.q, row.t
+    near = row.both & (t.abs() <= 0.5)
+    step = torch.where(near, torch.expm1(-t), 0.0)
+    half = torch.where(near, torch.expm1(-t / 2), 0.0)
+    logp, logq = row.logp.masked_fill(~row.both, 0.0), row.logq.masked_fill(~row.both, 0.0)
+    square = torch.where(row.both, torch.exp(2 * logq - logp) - 2 * q + p, p)
+    root = torch.where(row.both, torch.exp((logp + logq) / 2), 0.0)
+    outside = torch.where(row.in_rollout, 0.0, q).sum(-1)
+    chi2 = torch.where(near, p * step * step, torch.where(row.in_rollout, square, 0.0)).sum(-1)
+    if t.shape[-1] == 0:
+        largest = t.new_full(t.shape[:-1], -INF)
+    else:
+        largest = torch.where(row.both, -t, -INF).amax(-1)
+    return {
+        "tv": torch.where(near, p * step.abs(), (p - q).abs()).sum(-1) / 2,
+        "chi2": chi2 - 2 * outside,
+        "bhattacharyya": torch.where(near, p * half * half, p + q - 2 * root).sum(-1) / 2,
+        "max_log_ratio": largest,
+        "outside_mass": outside,
+    }
+
+
+def _frame(x: Tensor, y: Tensor) -> list[Tensor]:
     """M, log S, c, residual in the frame of the two maxima."""
-    x = rollout_logits[..., :vocab_size].detach().double()
-    y = train_logits[..., :vocab_size].detach().double()
-    if vocab_size == 0:
+    if x.shape[-1] == 0:
         return [x.new_full(x.shape[:-1], float("nan"))] * 4
     m, shift = x.amax(-1), x.amax(-1) - y.amax(-1)
     log_mass = torch.logsumexp(x - m[..., None], -1)
@@ -128,6 +176,8 @@ def token_divergence_backward(
     statistics: Tensor,
     tokens: Tensor | None,
     token_mask: Tensor | None,
+    rollout_temperature: Tensor | None,
+    train_temperature: Tensor | None,
     vocab_start: int,
     vocab_size: int,
     outputs: int,
@@ -135,8 +185,8 @@ def token_divergence_backward(
     want_train: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of both logits in float64; rows with zero upstream gradient are exactly 0."""
-    x = rollout_logits[..., :vocab_size].detach().double()
-    y = train_logits[..., :vocab_size].detach().double()
+    x = tempered(rollout_logits, rollout_temperature, vocab_size)
+    y = tempered(train_logits, train_temperature, vocab_size)
     m, log_mass, shift, residual, *full = (s[..., None] for s in statistics.double().unbind(-1))
     value = dict(zip(output_names.OUTPUTS, full, strict=False))
     in_rollout, in_train = x > -INF, y > -INF
@@ -155,7 +205,7 @@ def token_divergence_backward(
             hot.scatter_(-1, column.clamp(0, vocab_size - 1)[..., None], inside[..., None].double())
     d_rollout, d_train = torch.zeros_like(p), torch.zeros_like(p)
     live = torch.zeros(p.shape[:-1], dtype=torch.bool)
-    for slot, name in enumerate(output_names.decode(outputs)):
+    for slot, name in enumerate(output_names.decode(outputs & output_names.VALUE_BITS)):
         g = grad_values[slot].double()[..., None]
         v = value.get(name, g)
         live |= g[..., 0] != 0
@@ -181,7 +231,12 @@ def token_divergence_backward(
     nowhere = ~(in_rollout | in_train) & ~torch.isnan(log_mass)
     pad = (0, rollout_logits.shape[-1] - vocab_size)
     result = []
-    for wanted, gradient in ((want_rollout, d_rollout), (want_train, d_train)):
+    for wanted, gradient, temperature in (
+        (want_rollout, d_rollout, rollout_temperature),
+        (want_train, d_train, train_temperature),
+    ):
+        if temperature is not None:
+            gradient = gradient / temperature[..., None]
         gradient = torch.where(live[..., None], gradient.masked_fill(nowhere, 0.0), 0.0)
         gradient = torch.nn.functional.pad(gradient, pad)
         result.append(gradient if wanted else gradient.new_empty(0))

@@ -28,16 +28,20 @@ struct DivergenceArgs {
   LogitsView train;
   RowView<const bool> token_mask;  // null: every row counts; rows that do not are never read
   RowView<const int64_t> tokens;   // null: no sampled token
-  int64_t rows = 0;                // outer * inner
+  RowView<const double> rollout_temperature;  // null: 1
+  RowView<const double> train_temperature;
+  int64_t rows = 0;  // outer * inner
   int64_t inner = 1;
   int64_t vocab = 0;        // columns that are real; padding beyond is never read
   int64_t vocab_start = 0;  // token id of column 0 (a vocabulary shard)
   uint32_t outputs = 0;     // bit per Output
 };
 
-// Forward: values [outputs set, rows] and statistics [rows, kStatistics]; or the bare state.
+// Forward: values [value outputs set, rows], diagnostics [diagnostic outputs set, rows] and
+// statistics [rows, kStatistics]; or the bare state.
 struct DivergenceOutputs {
-  void* values = nullptr;  // float, or double where an input is double
+  void* values = nullptr;       // float, or double where an input is double
+  void* diagnostics = nullptr;  // same
   double* statistics = nullptr;
   void* state = nullptr;  // [rows, kStateColumns], instead of the two above
   bool wide = false;      // values and state are double
@@ -45,7 +49,7 @@ struct DivergenceOutputs {
 
 struct DivergenceBackwardArgs {
   DivergenceArgs forward;
-  RowView<const void> upstream;  // [outputs set, outer, inner], any strides
+  RowView<const void> upstream;  // [value outputs set, outer, inner], any strides
   int64_t upstream_output_stride = 0;
   const double* statistics = nullptr;
   bool wide = false;  // upstream gradients are double

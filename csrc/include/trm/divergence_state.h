@@ -112,18 +112,56 @@ TRM_INLINE Real train_exponent(Real y, Real max_rollout, Real shift) {
   return (sum - max_rollout) + difference_error(y, -shift, sum);
 }
 
+// A logit over its temperature: value + error is the quotient to twice the working precision, so
+// that rounding a temperature's product does not show in u.
+template <typename Real>
+struct Logit {
+  Real value;
+  Real error = 0;
+};
+
+// 1 / temperature as an unevaluated sum.
+template <typename Real>
+struct InverseTemperature {
+  Real high = 1;
+  Real low = 0;
+};
+
+template <typename Real>
+TRM_INLINE InverseTemperature<Real> inverse_temperature(double temperature) {
+  const double inverse = 1.0 / temperature;
+  InverseTemperature<Real> out;
+  out.high = static_cast<Real>(inverse);
+  // The remainder of 1/temperature after `high`, itself formed without cancellation.
+  out.low = static_cast<Real>(std::fma(-static_cast<double>(out.high), temperature, 1.0) * inverse);
+  return out;
+}
+
+template <typename Real>
+TRM_INLINE Logit<Real> over_temperature(Real x, const InverseTemperature<Real>& inverse) {
+  Logit<Real> out;
+  out.value = x * inverse.high;
+  if (std::fabs(x) < infinity<Real>()) {
+    out.error = std::fma(x, inverse.low, std::fma(x, inverse.high, -out.value));
+  }
+  return out;
+}
+
 // Adds column (x, y) to a state whose frame covers it.
 template <bool TrainGap, bool Entropy, typename Real>
-TRM_INLINE void add_in_frame(DivergenceState<Real>& s, Real x, Real y) {
+TRM_INLINE void add_in_frame(DivergenceState<Real>& s, Logit<Real> rollout,
+                             Logit<Real> train_logit) {
   constexpr Real kNegative = -infinity<Real>();
+  const Real x = rollout.value;
+  const Real y = train_logit.value;
   if (!(x < infinity<Real>()) || !(y < infinity<Real>())) {
     s.flags |= kNonFinite;
     return;
   }
   if (x > kNegative && y > kNegative) {
-    const Real u = log_ratio_in_frame(x, y, s.shift);
-    const Real log_weight = x - s.max_rollout;
-    const Real weight = std::exp(log_weight);
+    const Real u = log_ratio_in_frame(x, y, s.shift) + (rollout.error - train_logit.error);
+    const Real log_weight = (x - s.max_rollout) + rollout.error;
+    const Real weight = exponential(log_weight);
     if (std::fabs(u) <= near_limit<Real>()) {
       const Real gap = psi_near(u);
       s.near_mass += weight;
@@ -135,8 +173,8 @@ TRM_INLINE void add_in_frame(DivergenceState<Real>& s, Real x, Real y) {
         s.train_log += weight * (Real(1) - u + gap) * (log_weight - u);
       }
     } else {
-      const Real log_train = train_exponent(y, s.max_rollout, s.shift);
-      const Real train = std::exp(log_train);
+      const Real log_train = train_exponent(y, s.max_rollout, s.shift) + train_logit.error;
+      const Real train = exponential(log_train);
       s.far_mass += weight;
       s.far_first += weight * u;
       s.far_train += train;
@@ -147,15 +185,15 @@ TRM_INLINE void add_in_frame(DivergenceState<Real>& s, Real x, Real y) {
       }
     }
   } else if (x > kNegative) {
-    const Real log_weight = x - s.max_rollout;
-    const Real weight = std::exp(log_weight);
+    const Real log_weight = (x - s.max_rollout) + rollout.error;
+    const Real weight = exponential(log_weight);
     s.flags |= kSupportViolation;
     s.far_mass += weight;
     if (TrainGap) s.train_gap += weight;
     if (Entropy) s.rollout_log += weight * log_weight;
   } else if (y > kNegative) {
-    const Real log_train = train_exponent(y, s.max_rollout, s.shift);
-    const Real train = std::exp(log_train);
+    const Real log_train = train_exponent(y, s.max_rollout, s.shift) + train_logit.error;
+    const Real train = exponential(log_train);
     s.flags |= kOutsideSupport;
     s.far_train += train;
     if (Entropy) s.train_log += train * log_train;
@@ -168,8 +206,9 @@ template <typename Real>
 TRM_INLINE void move_to(DivergenceState<Real>& s, Frame<Real> frame) {
   const Real drop = s.max_rollout - frame.max_rollout;
   const Real turn = frame.shift - s.shift;
-  const Real k = s.has(kHasRollout) ? std::exp(drop) : Real(0);
-  const Real k_train = s.has(kHasTrain) ? std::exp(drop + turn) : Real(0);
+  if (drop == Real(0) && turn == Real(0)) return;
+  const Real k = s.has(kHasRollout) ? exponential(drop) : Real(0);
+  const Real k_train = s.has(kHasTrain) ? exponential(drop + turn) : Real(0);
   const Real mass = s.near_mass + s.far_mass;
   const Real near_train = s.near_mass + (s.near_gap - s.near_first);
   const Real excess = (s.near_gap - s.near_first) + (s.far_train - s.far_mass);
@@ -211,7 +250,9 @@ TRM_INLINE constexpr Real frame_slack() {
 
 // Adds a column to a state that follows its own running maxima: the streaming form of a lane.
 template <bool TrainGap, bool Entropy, typename Real>
-TRM_INLINE void add_streaming(DivergenceState<Real>& s, Real x, Real y) {
+TRM_INLINE void add_streaming(DivergenceState<Real>& s, Logit<Real> rollout, Logit<Real> train) {
+  const Real x = rollout.value;
+  const Real y = train.value;
   const bool new_x = x > -infinity<Real>() && x < infinity<Real>() &&
                      !(s.has(kHasRollout) && x <= s.max_rollout + frame_slack<Real>());
   const bool new_y = y > -infinity<Real>() && y < infinity<Real>() &&
@@ -219,17 +260,17 @@ TRM_INLINE void add_streaming(DivergenceState<Real>& s, Real x, Real y) {
   if (new_x || new_y) {
     Real max_rollout = s.has(kHasRollout) ? s.max_rollout : -infinity<Real>();
     Real max_train = s.has(kHasTrain) ? s.max_rollout - s.shift : -infinity<Real>();
-    if (new_x && x > max_rollout) max_rollout = x;
-    if (new_y && y > max_train) max_train = y;
+    // Both maxima move when one does: moved alone it would put the shift up to the slack off, and
+    // every later column in the far sums.
+    if (x < infinity<Real>() && x > max_rollout) max_rollout = x;
+    if (y < infinity<Real>() && y > max_train) max_train = y;
     move_to(s, frame_of(max_rollout, max_train));
     s.flags |= (new_x ? kHasRollout : 0u) | (new_y ? kHasTrain : 0u);
   }
-  add_in_frame<TrainGap, Entropy>(s, x, y);
+  add_in_frame<TrainGap, Entropy>(s, rollout, train);
 }
 
-// The one merge. Frames of stored states are float, so a merged frame is rounded to FrameReal; the
-// arithmetic is double. Commutative; associative up to rounding.
-template <typename FrameReal>
+// The one merge, in double. Commutative; associative up to rounding.
 TRM_HOST_DEVICE inline DivergenceState<double> merge(DivergenceState<double> a,
                                                      DivergenceState<double> b) {
   constexpr double kNegative = -infinity<double>();
@@ -242,8 +283,6 @@ TRM_HOST_DEVICE inline DivergenceState<double> merge(DivergenceState<double> a,
   Frame<double> frame = frame_of(a_rollout > b_rollout ? a_rollout : b_rollout,
                                  a_train > b_train ? a_train : b_train);
   if (a_empty && b_empty) frame = {0.0, 0.0};
-  frame.max_rollout = static_cast<FrameReal>(frame.max_rollout);
-  frame.shift = static_cast<FrameReal>(frame.shift);
   if (!a_empty) move_to(a, frame);
   if (!b_empty) move_to(b, frame);
   DivergenceState<double> sum;
@@ -284,8 +323,12 @@ TRM_INLINE DivergenceState<To> convert_state(const DivergenceState<From>& s) {
   return out;
 }
 
+// Stores a state in columns of Real. The frame is rounded by moving the state to the rounded frame,
+// never by changing c under sums that were taken with another one.
 template <typename Real>
-TRM_INLINE void store_state(const DivergenceState<double>& s, Real* columns) {
+TRM_INLINE void store_state(DivergenceState<double> s, Real* columns) {
+  move_to(s, {static_cast<double>(static_cast<Real>(s.max_rollout)),
+              static_cast<double>(static_cast<Real>(s.shift))});
   columns[kMaxRollout] = static_cast<Real>(s.max_rollout);
   columns[kShift] = static_cast<Real>(s.shift);
   columns[kNearMass] = static_cast<Real>(s.near_mass);
@@ -331,8 +374,16 @@ enum Output : int32_t {
   kLogpRollout,  // of the sampled token
   kLogpTrain,
   kLogRatio,  // log q(token) - log p(token)
+  kValues,    // up to here: from one sweep, differentiable
+  kTv = kValues,
+  kChi2,           // sum over p > 0 of q^2/p, minus 1
+  kBhattacharyya,  // 1 - sum sqrt(p q)
+  kMaxLogRatio,    // max over p > 0 of log(q/p)
+  kOutsideMass,    // sum of q where p = 0
   kOutputs,
 };
+constexpr uint32_t kValueOutputs = (1u << kValues) - 1u;
+constexpr uint32_t kDiagnosticOutputs = ((1u << kOutputs) - 1u) & ~kValueOutputs;
 constexpr uint32_t kTokenOutputs = 1u << kLogpRollout | 1u << kLogpTrain | 1u << kLogRatio;
 constexpr uint32_t kEntropyOutputs = 1u << kEntropyRollout | 1u << kEntropyTrain;
 
@@ -351,7 +402,7 @@ enum Statistic : int32_t {
 };
 
 struct RowResult {
-  double values[kOutputs];
+  double values[kValues];
   double statistics[kStatistics];
 };
 
@@ -432,7 +483,8 @@ template <typename Real>
 struct RowGradient {
   Real max_rollout;
   Real shift;
-  Real residual;
+  Real residual;      // rounded, and
+  Real residual_low;  // what the rounding left: t = u - residual cancels on a sharp row
   Real log_mass;
   Real inverse_mass;
   Real kl;
@@ -460,26 +512,32 @@ struct ColumnGradient {
 //   dH(p):      dx = -p (log p + H(p));  dH(q) likewise in y
 //   dlog p_tok: dx = [token] - p;        dlog q_tok likewise in y
 template <typename Real>
-TRM_INLINE ColumnGradient<Real> column_gradient(const RowGradient<Real>& row, Real x, Real y) {
+TRM_INLINE ColumnGradient<Real> column_gradient(const RowGradient<Real>& row, Logit<Real> rollout,
+                                                Logit<Real> train) {
+  const Real x = rollout.value;
+  const Real y = train.value;
   constexpr Real kNegative = -infinity<Real>();
   const bool in_rollout = x > kNegative;
   const bool in_train = y > kNegative;
   if (!in_rollout && !in_train) return {Real(0), Real(0)};
   Real p = 0, q = 0, q_minus_p, t = 0, log_p = 0, log_q = 0;
   if (in_rollout) {
-    log_p = x - row.max_rollout;
-    p = std::exp(log_p) * row.inverse_mass;
+    log_p = (x - row.max_rollout) + rollout.error;
+    p = exponential(log_p) * row.inverse_mass;
     log_p -= row.log_mass;
   }
-  if (in_rollout && in_train) t = log_ratio_in_frame(x, y, row.shift) - row.residual;
+  if (in_rollout && in_train) {
+    t = (log_ratio_in_frame(x, y, row.shift) + (rollout.error - train.error)) - row.residual;
+    t -= row.residual_low;
+  }
   if (in_rollout && in_train && std::fabs(t) <= near_limit<Real>()) {
     q_minus_p = p * (psi_near(t) - t);
     q = p + q_minus_p;
     log_q = log_p - t;
   } else {
     if (in_train) {
-      log_q = (train_exponent(y, row.max_rollout, row.shift) + row.residual);
-      q = std::exp(log_q) * row.inverse_mass;
+      log_q = (train_exponent(y, row.max_rollout, row.shift) + train.error) + row.residual;
+      q = exponential(log_q) * row.inverse_mass;
       log_q -= row.log_mass;
     }
     q_minus_p = q - p;
@@ -502,6 +560,78 @@ TRM_INLINE ColumnGradient<Real> column_gradient(const RowGradient<Real>& row, Re
     }
   }
   return out;
+}
+
+// Second sweep: sums over columns of a finished row, in its statistics' frame.
+struct DivergenceMoments {
+  double tv = 0;             // sum |q - p|
+  double chi2 = 0;           // sum over p > 0 of (q - p)^2 / p
+  double bhattacharyya = 0;  // sum (sqrt p - sqrt q)^2
+  double outside_mass = 0;   // sum of q where p = 0
+  double max_log_ratio = -infinity<double>();
+};
+
+template <typename Real>
+TRM_INLINE void add_moments(DivergenceMoments& sums, const double* statistics, Logit<Real> rollout,
+                            Logit<Real> train) {
+  const Real x = rollout.value;
+  const Real y = train.value;
+  const bool in_rollout = x > -infinity<Real>();
+  const bool in_train = y > -infinity<Real>();
+  const Real max_rollout = static_cast<Real>(statistics[kStatMaxRollout]);
+  const Real shift = static_cast<Real>(statistics[kStatShift]);
+  const Real residual = static_cast<Real>(statistics[kStatResidual]);
+  const Real residual_low =
+      static_cast<Real>(statistics[kStatResidual] - static_cast<double>(residual));
+  const Real log_mass = static_cast<Real>(statistics[kStatLogMass]);
+  Real p = 0, q = 0, log_p = 0, log_q = 0;
+  if (in_rollout) {
+    log_p = ((x - max_rollout) + rollout.error) - log_mass;
+    p = exponential(log_p);
+  }
+  if (in_train) {
+    log_q = (train_exponent(y, max_rollout, shift) + train.error) + residual - log_mass;
+    q = exponential(log_q);
+  }
+  if (in_rollout && in_train) {
+    const Real u = log_ratio_in_frame(x, y, shift) + (rollout.error - train.error);
+    const Real t = (u - residual) - residual_low;
+    if (-t > sums.max_log_ratio) sums.max_log_ratio = -t;
+    if (std::fabs(t) <= near_limit<Real>()) {
+      const Real step = psi_near(t) - t;  // expm1(-t)
+      const Real half_step = psi_near(t / 2) - t / 2;
+      sums.tv += p * std::fabs(step);
+      sums.chi2 += p * step * step;
+      sums.bhattacharyya += p * half_step * half_step;
+    } else {
+      // q^2 / p and sqrt(p q) in log space: neither factor need be representable.
+      sums.tv += std::fabs(q - p);
+      sums.chi2 += exponential(2 * log_q - log_p) - 2 * q + p;
+      sums.bhattacharyya += p + q - 2 * exponential((log_p + log_q) / 2);
+    }
+  } else {
+    sums.tv += p + q;
+    sums.bhattacharyya += p + q;
+    if (in_rollout) sums.chi2 += p;
+    if (in_train) sums.outside_mass += q;
+  }
+}
+
+TRM_INLINE void merge_moments(DivergenceMoments& sums, const DivergenceMoments& other) {
+  sums.tv += other.tv;
+  sums.chi2 += other.chi2;
+  sums.bhattacharyya += other.bhattacharyya;
+  sums.outside_mass += other.outside_mass;
+  if (other.max_log_ratio > sums.max_log_ratio) sums.max_log_ratio = other.max_log_ratio;
+}
+
+// sum over p > 0 of q^2/p - 1 = sum (q - p)^2/p - 2 (q outside); in order of the outputs from kTv.
+TRM_INLINE void finish_moments(const DivergenceMoments& sums, double* out) {
+  out[kTv - kValues] = sums.tv / 2;
+  out[kChi2 - kValues] = sums.chi2 - 2 * sums.outside_mass;
+  out[kBhattacharyya - kValues] = sums.bhattacharyya / 2;
+  out[kMaxLogRatio - kValues] = sums.max_log_ratio;
+  out[kOutsideMass - kValues] = sums.outside_mass;
 }
 
 }  // namespace trm

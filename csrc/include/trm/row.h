@@ -20,9 +20,49 @@ TRM_INLINE int64_t token_column(const DivergenceArgs& args, int64_t row) {
   return column >= 0 && column < args.vocab ? column : -1;
 }
 
-TRM_INLINE double load_column(const LogitsView& view, int64_t row, int64_t inner, int64_t column) {
-  return load_logit<double>(view.data, row_offset(view, row, inner) + column * view.column_stride,
-                            view.type);
+// Both sides' 1 / temperature; `scaled` is false where both are 1.
+template <typename Real>
+struct RowScale {
+  InverseTemperature<Real> rollout;
+  InverseTemperature<Real> train;
+  bool scaled = false;
+
+  TRM_INLINE Logit<Real> of_rollout(Real x) const {
+    return scaled ? over_temperature(x, rollout) : Logit<Real>{x};
+  }
+  TRM_INLINE Logit<Real> of_train(Real y) const {
+    return scaled ? over_temperature(y, train) : Logit<Real>{y};
+  }
+};
+
+TRM_INLINE double temperature(const RowView<const double>& view, int64_t row, int64_t inner) {
+  return view.data == nullptr ? 1.0 : *at_row(view, row, inner);
+}
+
+// A temperature that is not a finite number > 0 leaves its row without a value.
+TRM_INLINE bool has_temperatures(const DivergenceArgs& args, int64_t row) {
+  const double rollout = temperature(args.rollout_temperature, row, args.inner);
+  const double train = temperature(args.train_temperature, row, args.inner);
+  return rollout > 0.0 && rollout < infinity<double>() && train > 0.0 && train < infinity<double>();
+}
+
+template <typename Real>
+TRM_INLINE RowScale<Real> row_scale(const DivergenceArgs& args, int64_t row) {
+  RowScale<Real> out;
+  const double rollout = temperature(args.rollout_temperature, row, args.inner);
+  const double train = temperature(args.train_temperature, row, args.inner);
+  out.scaled = rollout != 1.0 || train != 1.0;
+  if (out.scaled) {
+    out.rollout = inverse_temperature<Real>(rollout);
+    out.train = inverse_temperature<Real>(train);
+  }
+  return out;
+}
+
+template <typename Real>
+TRM_INLINE Real load_column(const LogitsView& view, int64_t row, int64_t inner, int64_t column) {
+  return load_logit<Real>(view.data, row_offset(view, row, inner) + column * view.column_stride,
+                          view.type);
 }
 
 TRM_HOST_DEVICE inline void attach_token(const DivergenceArgs& args, int64_t row,
@@ -30,15 +70,17 @@ TRM_HOST_DEVICE inline void attach_token(const DivergenceArgs& args, int64_t row
   const int64_t column = token_column(args, row);
   if (column < 0) return;
   state.flags |= kHasToken;
-  state.token_rollout = load_column(args.rollout, row, args.inner, column);
-  state.token_train = load_column(args.train, row, args.inner, column);
+  state.token_rollout = load_column<double>(args.rollout, row, args.inner, column) /
+                        temperature(args.rollout_temperature, row, args.inner);
+  state.token_train = load_column<double>(args.train, row, args.inner, column) /
+                      temperature(args.train_temperature, row, args.inner);
 }
 
 template <typename Real>
 TRM_HOST_DEVICE inline void write_values(const RowResult& result, uint32_t outputs, int64_t row,
                                          int64_t rows, Real* values, double* statistics) {
   int64_t slot = 0;
-  for (int32_t output = 0; output < kOutputs; ++output) {
+  for (int32_t output = 0; output < kValues; ++output) {
     if (!(outputs >> output & 1u)) continue;
     values[slot++ * rows + row] = static_cast<Real>(result.values[output]);
   }
@@ -46,17 +88,8 @@ TRM_HOST_DEVICE inline void write_values(const RowResult& result, uint32_t outpu
     statistics[row * kStatistics + i] = result.statistics[i];
 }
 
-TRM_HOST_DEVICE inline void write_row(const DivergenceArgs& args, const DivergenceOutputs& out,
-                                      int64_t row, const DivergenceState<double>& state) {
-  if (out.state != nullptr) {
-    if (out.wide) {
-      store_state(state, static_cast<double*>(out.state) + row * kStateColumns);
-    } else {
-      store_state(state, static_cast<float*>(out.state) + row * kStateColumns);
-    }
-    return;
-  }
-  const RowResult result = finish(state);
+TRM_HOST_DEVICE inline void write_result(const DivergenceArgs& args, const DivergenceOutputs& out,
+                                         int64_t row, const RowResult& result) {
   if (out.wide) {
     write_values(result, args.outputs, row, args.rows, static_cast<double*>(out.values),
                  out.statistics);
@@ -66,25 +99,54 @@ TRM_HOST_DEVICE inline void write_row(const DivergenceArgs& args, const Divergen
   }
 }
 
+TRM_HOST_DEVICE inline void write_state(const DivergenceOutputs& out, int64_t row,
+                                        const DivergenceState<double>& state) {
+  if (out.wide) {
+    store_state(state, static_cast<double*>(out.state) + row * kStateColumns);
+  } else {
+    store_state(state, static_cast<float*>(out.state) + row * kStateColumns);
+  }
+}
+
+// diagnostics: one double per diagnostic output, in order.
+TRM_HOST_DEVICE inline void write_diagnostics(const DivergenceArgs& args,
+                                              const DivergenceOutputs& out, int64_t row,
+                                              const double* diagnostics) {
+  int64_t slot = 0;
+  for (int32_t output = kValues; output < kOutputs; ++output) {
+    if (!(args.outputs >> output & 1u)) continue;
+    const int64_t place = slot++ * args.rows + row;
+    const double value = diagnostics[output - kValues];
+    if (out.wide) {
+      static_cast<double*>(out.diagnostics)[place] = value;
+    } else {
+      static_cast<float*>(out.diagnostics)[place] = static_cast<float>(value);
+    }
+  }
+}
+
+TRM_HOST_DEVICE inline void write_equal_diagnostics(const DivergenceArgs& args,
+                                                    const DivergenceOutputs& out, int64_t row,
+                                                    double value) {
+  double diagnostics[kOutputs - kValues];
+  for (double& entry : diagnostics) entry = value;
+  write_diagnostics(args, out, row, diagnostics);
+}
+
 // A row outside the mask: zeros, and its logits are not touched.
 TRM_HOST_DEVICE inline void write_masked_row(const DivergenceArgs& args,
                                              const DivergenceOutputs& out, int64_t row) {
   if (out.state != nullptr) {
     DivergenceState<double> empty;
     empty.flags = carried_by(args.outputs);
-    write_row(args, out, row, empty);
+    write_state(out, row, empty);
     return;
   }
   RowResult zeros;
   for (double& value : zeros.values) value = 0.0;
   for (double& value : zeros.statistics) value = 0.0;
-  if (out.wide) {
-    write_values(zeros, args.outputs, row, args.rows, static_cast<double*>(out.values),
-                 out.statistics);
-  } else {
-    write_values(zeros, args.outputs, row, args.rows, static_cast<float*>(out.values),
-                 out.statistics);
-  }
+  write_result(args, out, row, zeros);
+  write_equal_diagnostics(args, out, row, 0.0);
 }
 
 // Reads the upstream gradients of a row. Returns false where they are all exactly zero (or the row
@@ -93,10 +155,10 @@ template <typename Real>
 TRM_HOST_DEVICE inline bool read_gradient(const DivergenceBackwardArgs& args, int64_t row,
                                           RowGradient<Real>& out) {
   if (!counts(args.forward, row)) return false;
-  Real upstream[kOutputs];
+  Real upstream[kValues];
   bool any = false;
   int64_t slot = 0;
-  for (int32_t output = 0; output < kOutputs; ++output) {
+  for (int32_t output = 0; output < kValues; ++output) {
     upstream[output] = Real(0);
     if (!(args.forward.outputs >> output & 1u)) continue;
     const int64_t inner = args.forward.inner;
@@ -116,8 +178,10 @@ TRM_HOST_DEVICE inline bool read_gradient(const DivergenceBackwardArgs& args, in
   out.max_rollout = static_cast<Real>(statistics[kStatMaxRollout]);
   out.shift = static_cast<Real>(statistics[kStatShift]);
   out.residual = static_cast<Real>(statistics[kStatResidual]);
+  out.residual_low =
+      static_cast<Real>(statistics[kStatResidual] - static_cast<double>(out.residual));
   out.log_mass = static_cast<Real>(statistics[kStatLogMass]);
-  out.inverse_mass = static_cast<Real>(std::exp(-statistics[kStatLogMass]));
+  out.inverse_mass = static_cast<Real>(exponential(-statistics[kStatLogMass]));
   out.kl = static_cast<Real>(statistics[kStatKl]);
   out.kl_train_rollout = static_cast<Real>(statistics[kStatKlTrainRollout]);
   out.entropy_rollout = static_cast<Real>(statistics[kStatEntropyRollout]);

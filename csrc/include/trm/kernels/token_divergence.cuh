@@ -5,8 +5,6 @@
 // V x size per gradient.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "trm/row.h"
 #include "trm/simt/block_merge.h"
 
@@ -18,28 +16,59 @@ constexpr int kRecordThreads = 128;  // one thread per row of states
 template <typename Real, bool TrainGap, bool Entropy>
 __global__ void __launch_bounds__(kRowThreads)
     token_divergence_kernel(DivergenceArgs args, DivergenceOutputs out) {
-  __shared__ simt::MergeStorage<Real, kRowThreads> storage;
+  TRM_SHARED(storage, simt::MergeStorage<Real, kRowThreads>);
   const int64_t row = blockIdx.x;
   if (!counts(args, row)) {  // the whole block agrees
     if (threadIdx.x == 0) write_masked_row(args, out, row);
     return;
   }
-  const int64_t rollout = row_offset(args.rollout, row, args.inner);
-  const int64_t train = row_offset(args.train, row, args.inner);
+  const RowScale<Real> scale = row_scale<Real>(args, row);
   DivergenceState<Real> lane;
-  lane.flags = carried_by(args.outputs);
+  lane.flags = carried_by(args.outputs) | (has_temperatures(args, row) ? 0u : kNonFinite);
   for (int64_t v = threadIdx.x; v < args.vocab; v += kRowThreads) {
-    const Real x = load_logit<Real>(args.rollout.data, rollout + v * args.rollout.column_stride,
-                                    args.rollout.type);
-    const Real y =
-        load_logit<Real>(args.train.data, train + v * args.train.column_stride, args.train.type);
-    add_streaming<TrainGap, Entropy>(lane, x, y);
+    add_streaming<TrainGap, Entropy>(
+        lane, scale.of_rollout(load_column<Real>(args.rollout, row, args.inner, v)),
+        scale.of_train(load_column<Real>(args.train, row, args.inner, v)));
   }
   DivergenceState<double> total = simt::block_merge<Real, kRowThreads>(lane, storage);
-  if (threadIdx.x == 0) {
-    attach_token(args, row, total);
-    write_row(args, out, row, total);
+  if (threadIdx.x != 0) return;
+  attach_token(args, row, total);
+  if (out.state != nullptr) {
+    write_state(out, row, total);
+  } else {
+    write_result(args, out, row, finish(total));
   }
+}
+
+// Second sweep, for the outputs that need the finished row. Its statistics are in out.
+template <typename Real>
+__global__ void __launch_bounds__(kRowThreads)
+    diagnostics_kernel(DivergenceArgs args, DivergenceOutputs out) {
+  TRM_SHARED(storage, DivergenceMoments[kRowThreads]);
+  const int64_t row = blockIdx.x;
+  if (!counts(args, row)) return;  // the whole block agrees; zeros are written already
+  const double* const statistics = out.statistics + row * kStatistics;
+  if (statistics[kStatLogMass] != statistics[kStatLogMass]) {
+    if (threadIdx.x == 0) write_equal_diagnostics(args, out, row, quiet_nan<double>());
+    return;
+  }
+  const RowScale<Real> scale = row_scale<Real>(args, row);
+  DivergenceMoments lane;
+  for (int64_t v = threadIdx.x; v < args.vocab; v += kRowThreads) {
+    add_moments(lane, statistics,
+                scale.of_rollout(load_column<Real>(args.rollout, row, args.inner, v)),
+                scale.of_train(load_column<Real>(args.train, row, args.inner, v)));
+  }
+  const int thread = static_cast<int>(threadIdx.x);
+  storage[thread] = lane;
+  for (int half = kRowThreads / 2; half > 0; half /= 2) {
+    __syncthreads();  // the partner's sums of the previous level must land before this level reads
+    if (thread < half) merge_moments(storage[thread], storage[thread + half]);
+  }
+  if (thread != 0) return;
+  double diagnostics[kOutputs - kValues];
+  finish_moments(storage[0], diagnostics);
+  write_diagnostics(args, out, row, diagnostics);
 }
 
 template <typename Real>
@@ -51,22 +80,21 @@ __global__ void __launch_bounds__(kRowThreads)
   const bool live = read_gradient(args, row, gradient);
   const bool undefined = live && gradient.log_mass != gradient.log_mass;
   const int64_t token = live ? token_column(forward, row) : -1;
-  const int64_t rollout = row_offset(forward.rollout, row, forward.inner);
-  const int64_t train = row_offset(forward.train, row, forward.inner);
+  const RowScale<Real> scale = row_scale<Real>(forward, row);
   for (int64_t v = threadIdx.x; v < args.columns; v += kRowThreads) {
     ColumnGradient<Real> column = {Real(0), Real(0)};
     if (undefined && v < forward.vocab) {
       column = {quiet_nan<Real>(), quiet_nan<Real>()};
     } else if (live && v < forward.vocab) {
-      const Real x = load_logit<Real>(
-          forward.rollout.data, rollout + v * forward.rollout.column_stride, forward.rollout.type);
-      const Real y = load_logit<Real>(forward.train.data, train + v * forward.train.column_stride,
-                                      forward.train.type);
-      column = column_gradient(gradient, x, y);
+      column = column_gradient(
+          gradient, scale.of_rollout(load_column<Real>(forward.rollout, row, forward.inner, v)),
+          scale.of_train(load_column<Real>(forward.train, row, forward.inner, v)));
       if (v == token) {
         column.rollout += gradient.g_logp_rollout;
         column.train += gradient.g_logp_train;
       }
+      column.rollout *= scale.rollout.high;
+      column.train *= scale.train.high;
     }
     write_gradient(args, row, v, column.rollout, column.train);
   }
@@ -80,7 +108,7 @@ __global__ void __launch_bounds__(kRecordThreads)
   if (row >= rows) return;
   DivergenceState<double> total = load_state(states + row * kStateColumns);
   for (int64_t part = 1; part < parts; ++part) {
-    total = merge<Real>(total, load_state(states + (part * rows + row) * kStateColumns));
+    total = merge(total, load_state(states + (part * rows + row) * kStateColumns));
   }
   store_state(total, merged + row * kStateColumns);
 }
@@ -95,6 +123,15 @@ __global__ void __launch_bounds__(kRecordThreads)
                statistics);
 }
 
+inline LaunchConfig row_blocks(int64_t rows, cudaStream_t stream) {
+  return {dim3(static_cast<unsigned>(rows)), dim3(kRowThreads), 0, stream};
+}
+
+inline LaunchConfig record_blocks(int64_t rows, cudaStream_t stream) {
+  const int64_t blocks = (rows + kRecordThreads - 1) / kRecordThreads;
+  return {dim3(static_cast<unsigned>(blocks)), dim3(kRecordThreads), 0, stream};
+}
+
 template <typename Real>
 cudaError_t launch_token_divergence(const DivergenceArgs& args, const DivergenceOutputs& out,
                                     cudaStream_t stream) {
@@ -104,39 +141,33 @@ cudaError_t launch_token_divergence(const DivergenceArgs& args, const Divergence
   if (carried == kCarries) kernel = &token_divergence_kernel<Real, true, true>;
   if (carried == kCarriesTrainGap) kernel = &token_divergence_kernel<Real, true, false>;
   if (carried == kCarriesEntropy) kernel = &token_divergence_kernel<Real, false, true>;
-  kernel<<<dim3(static_cast<unsigned>(args.rows)), kRowThreads, 0, stream>>>(args, out);
-  return cudaGetLastError();
+  const cudaError_t status = launch(row_blocks(args.rows, stream), kernel, args, out);
+  if (status != cudaSuccess || !(args.outputs & kDiagnosticOutputs)) return status;
+  return launch(row_blocks(args.rows, stream), &diagnostics_kernel<Real>, args, out);
 }
 
 template <typename Real>
 cudaError_t launch_token_divergence_backward(const DivergenceBackwardArgs& args,
                                              cudaStream_t stream) {
   if (args.forward.rows == 0 || args.columns == 0) return cudaSuccess;
-  token_divergence_backward_kernel<Real>
-      <<<dim3(static_cast<unsigned>(args.forward.rows)), kRowThreads, 0, stream>>>(args);
-  return cudaGetLastError();
-}
-
-inline unsigned record_blocks(int64_t rows) {
-  return static_cast<unsigned>((rows + kRecordThreads - 1) / kRecordThreads);
+  return launch(row_blocks(args.forward.rows, stream), &token_divergence_backward_kernel<Real>,
+                args);
 }
 
 template <typename Real>
 cudaError_t launch_state_merge(const Real* states, Real* merged, int64_t parts, int64_t rows,
                                cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
-  state_merge_kernel<Real>
-      <<<record_blocks(rows), kRecordThreads, 0, stream>>>(states, merged, parts, rows);
-  return cudaGetLastError();
+  return launch(record_blocks(rows, stream), &state_merge_kernel<Real>, states, merged, parts,
+                rows);
 }
 
 template <typename Real>
 cudaError_t launch_finish(const Real* states, uint32_t outputs, Real* values, double* statistics,
                           int64_t rows, cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
-  finish_kernel<Real><<<record_blocks(rows), kRecordThreads, 0, stream>>>(states, outputs, values,
-                                                                          statistics, rows);
-  return cudaGetLastError();
+  return launch(record_blocks(rows, stream), &finish_kernel<Real>, states, outputs, values,
+                statistics, rows);
 }
 
 }  // namespace trm::kernels

@@ -27,7 +27,7 @@ __device__ DivergenceState<double> block_merge(const DivergenceState<Real>& lane
   for (int half = Threads / 2; half > 0; half /= 2) {
     __syncthreads();  // the partner's store of the previous level must land before this level loads
     if (thread < half) {
-      state = merge<Real>(load_state(mine), load_state(mine + half * kStateColumns));
+      state = merge(load_state(mine), load_state(mine + half * kStateColumns));
       store_state(state, mine);
     }
   }

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// One row of logits on the CPU, in slices. A slice's bounds depend on nothing but its index, each
+// slice starts from a fresh state, and slices merge in order: a row's answer is the same bit for
+// bit whoever computed which slice.
+#pragma once
+
+#include <algorithm>
+
+#include "trm/row.h"
+
+namespace trm::cpu {
+
+constexpr int64_t kSliceColumns = 16384;
+
+inline int64_t slices_of(int64_t columns) {
+  return columns == 0 ? 1 : (columns + kSliceColumns - 1) / kSliceColumns;
+}
+
+struct SliceRange {
+  int64_t begin, end;
+};
+
+inline SliceRange slice_range(int64_t columns, int64_t slice) {
+  const int64_t begin = slice * kSliceColumns;
+  return {begin, std::min(columns, begin + kSliceColumns)};
+}
+
+// float32 arithmetic through the runs of the selected instruction set.
+namespace float_row {
+DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, SliceRange range);
+DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const double* statistics,
+                                SliceRange range);
+void slice_gradient(const DivergenceBackwardArgs& args, int64_t row,
+                    const RowGradient<double>& gradient, SliceRange range);
+}  // namespace float_row
+
+// float64 arithmetic, where an input is float64 or float32 would overflow.
+namespace double_row {
+DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, SliceRange range);
+DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const double* statistics,
+                                SliceRange range);
+void slice_gradient(const DivergenceBackwardArgs& args, int64_t row,
+                    const RowGradient<double>& gradient, SliceRange range);
+}  // namespace double_row
+
+}  // namespace trm::cpu

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// What one instruction set offers: runs over contiguous columns of one row, in one frame, in
+// float32. Plain data in and out, so that nothing compiled for a wide instruction set is ever
+// linked into code that runs without it; merging and finishing happen in token_divergence.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "trm/storage_types.h"
+
+namespace trm::cpu {
+
+// Which sums beside the KL's own a run accumulates.
+enum RunExtra : int32_t { kRunPlain = 0, kRunTrainGap = 1, kRunEntropy = 2, kRunExtras = 4 };
+
+// How stored logits become logits. Scaled: both sides over one temperature. Mixed: each its own.
+enum class RunScale : int32_t { kNone, kScaled, kMixed };
+
+// The frame of a run, in units of the stored logits (tempered ones where the scale is mixed).
+struct RunFrame {
+  float max_rollout;
+  float shift, shift_low;  // an unevaluated sum; low is 0 where both sides are stored in 16 bits
+};
+
+struct RunArgs {
+  const void* rollout;  // first column of the run
+  const void* train;
+  int64_t count;
+  RunFrame frame;
+  float slack;                      // a rollout logit above max_rollout + slack ends the run
+  float rollout_high, rollout_low;  // 1 / temperature as an unevaluated sum
+  float train_high, train_low;
+};
+
+struct RunSums {
+  double near_mass, near_first, near_gap;
+  double far_mass, far_first, far_train;
+  double train_gap, rollout_log, train_log;
+  bool violates;    // rollout > -inf where train = -inf
+  bool outside;     // train > -inf where rollout = -inf
+  bool non_finite;  // a NaN or +inf: the row is over
+};
+
+struct RunMaxima {
+  float rollout;
+  float train;
+};
+
+// Second sweep: p, q and log(p/q) are known from the finished row.
+struct MomentArgs {
+  RunArgs run;
+  float residual, residual_low;  // an unevaluated sum
+  float inverse_mass;
+  float log_mass;
+};
+
+struct MomentSums {
+  double tv;             // sum |q - p|
+  double chi2;           // sum over p > 0 of (q - p)^2 / p
+  double bhattacharyya;  // sum (sqrt p - sqrt q)^2
+  double outside_mass;   // sum of q where p = 0
+  float max_log_ratio;   // max over p > 0 of log(q / p)
+};
+
+struct GradientArgs {
+  RunArgs run;
+  float residual, residual_low;  // an unevaluated sum
+  float inverse_mass;
+  float log_mass;
+  float kl, kl_train_rollout, entropy_rollout, entropy_train;
+  float g_kl, g_kl_train_rollout, g_entropy_rollout, g_entropy_train, g_logp_rollout, g_logp_train;
+  void* grad_rollout;  // null: not wanted
+  void* grad_train;
+  bool only_kl_train;  // only dKL(rollout||train)/d train is asked for: the short form
+};
+
+// Index of a stored type in the tables below; float64 rows take the double path instead.
+constexpr int kRunTypes = 3;
+inline int run_type(StorageType type) {
+  return type == StorageType::kFloat32 ? 0 : type == StorageType::kBFloat16 ? 1 : 2;
+}
+
+struct RowRuns {
+  const char* name;
+  // First column not consumed: count, or where the frame no longer covers the logits.
+  int64_t (*sum[kRunTypes][kRunTypes][kRunExtras])(const RunArgs&, RunSums&);
+  int64_t (*sum_scaled[2][2])(const RunArgs&, RunSums&);  // [mixed][extras], float32 columns
+  RunMaxima (*maxima[kRunTypes][kRunTypes])(const RunArgs&);
+  void (*moments[kRunTypes][kRunTypes])(const MomentArgs&, MomentSums&);
+  void (*moments_scaled[2])(const MomentArgs&, MomentSums&);
+  void (*gradient[kRunTypes][kRunTypes])(const GradientArgs&);
+  void (*gradient_scaled[2])(const GradientArgs&);  // gradients stored as float32
+};
+
+const RowRuns& scalar_runs();
+const RowRuns& avx2_runs();
+const RowRuns& avx512_runs();
+
+}  // namespace trm::cpu

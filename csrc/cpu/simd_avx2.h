@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// Eight float lanes on AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include "trm/storage_types.h"
+
+namespace trm::cpu {
+namespace {
+
+struct Simd {
+  using Vector = __m256;
+  using Mask = __m256;  // all ones or all zeros per lane
+  static constexpr int64_t kLanes = 8;
+
+  static Mask first(int64_t count) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const int limit = count >= kLanes ? int(kLanes) : int(count);
+    return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(limit), lane));
+  }
+  static Vector broadcast(float value) { return _mm256_set1_ps(value); }
+  static Vector load(const float* place) { return _mm256_loadu_ps(place); }
+  static Vector load(const BFloat16* place) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(place));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  static Vector load(const Float16* place) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(place)));
+  }
+  // Partial vectors go through a padded copy: masked-off memory is not touched.
+  template <typename T>
+  static Vector load(const T* place, Mask mask) {
+    const int count = __builtin_popcount(unsigned(_mm256_movemask_ps(mask)));
+    T lanes[kLanes];
+    for (int i = 0; i < int(kLanes); ++i) lanes[i] = i < count ? place[i] : minus_infinity(T{});
+    return load(lanes);
+  }
+  template <typename T>
+  static void store(T* place, Vector value, Mask mask) {
+    const int count = __builtin_popcount(unsigned(_mm256_movemask_ps(mask)));
+    if (count == int(kLanes)) return store_all(place, value);
+    T lanes[kLanes];
+    store_all(lanes, value);
+    for (int i = 0; i < count; ++i) place[i] = lanes[i];
+  }
+
+  static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+  static Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+  static Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+  static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+  static Vector fms(Vector a, Vector b, Vector c) { return _mm256_fmsub_ps(a, b, c); }
+  // a b - product, exactly where product = fl(a b)
+  static Vector product_error(Vector a, Vector b, Vector product) { return fms(a, b, product); }
+  static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+  static Vector abs(Vector a) { return _mm256_andnot_ps(broadcast(-0.0f), a); }
+  static Vector select(Mask mask, Vector yes, Vector no) { return _mm256_blendv_ps(no, yes, mask); }
+  static Vector zero_unless(Mask mask, Vector value) { return _mm256_and_ps(mask, value); }
+  static Vector add_where(Mask mask, Vector sum, Vector value) {
+    return _mm256_add_ps(sum, _mm256_and_ps(mask, value));
+  }
+
+  static Mask less_equal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
+  static Mask less(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+  static Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
+  static Mask either(Mask a, Mask b) { return _mm256_or_ps(a, b); }
+  static Mask but_not(Mask a, Mask b) { return _mm256_andnot_ps(b, a); }
+  static bool all(Mask mask) { return _mm256_movemask_ps(mask) == 0xff; }
+  static bool any(Mask mask) { return _mm256_movemask_ps(mask) != 0; }
+
+  // exp(t), t <= 88: as on AVX-512, with the power of two built from its bits; 0 below -87.3.
+  static Vector exp(Vector t) {
+    const Mask alive = _mm256_cmp_ps(t, broadcast(-87.3f), _CMP_GT_OQ);
+    t = _mm256_max_ps(t, broadcast(-87.3f));
+    const Vector log2e = broadcast(1.44269504f);
+    const Vector n =
+        _mm256_round_ps(_mm256_mul_ps(t, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Vector f = _mm256_fmsub_ps(t, log2e, n);
+    Vector series = broadcast(0.0013276487f);
+    series = fma(series, f, broadcast(0.00967554040f));
+    series = fma(series, f, broadcast(0.0555071323f));
+    series = fma(series, f, broadcast(0.240221198f));
+    series = fma(series, f, broadcast(0.693146967f));
+    series = fma(series, f, broadcast(1.00000007f));
+    const __m256i scale = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(series), scale);
+    return _mm256_and_ps(alive, _mm256_castsi256_ps(scaled));
+  }
+
+  static double sum(Vector value) {
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(value));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1));
+    alignas(32) double lanes[4];
+    _mm256_store_pd(lanes, _mm256_add_pd(low, high));
+    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+  }
+  static float largest(Vector value) {
+    alignas(32) float lanes[8];
+    _mm256_store_ps(lanes, value);
+    float found = lanes[0];
+    for (int i = 1; i < 8; ++i) found = lanes[i] > found ? lanes[i] : found;
+    return found;
+  }
+
+ private:
+  static float minus_infinity(float) { return -__builtin_inff(); }
+  static BFloat16 minus_infinity(BFloat16) { return {0xff80}; }
+  static Float16 minus_infinity(Float16) { return {0xfc00}; }
+
+  static void store_all(float* place, Vector value) { _mm256_storeu_ps(place, value); }
+  static void store_all(BFloat16* place, Vector value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+    rounded = _mm256_blendv_epi8(rounded, quiet,
+                                 _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q)));
+    rounded = _mm256_srli_epi32(rounded, 16);
+    const __m128i packed =
+        _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(place), packed);
+  }
+  static void store_all(Float16* place, Vector value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(place),
+                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+};
+
+}  // namespace
+}  // namespace trm::cpu

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU kernels of every instruction set this machine has, against the float64 twin."""
+
+import itertools
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trm_ext as trm
+from tests.rows import GRADIENT_RTOL, KL_RTOL, base_rows, exact_kl, row_pair
+from trm_ext import _lib, reference
+from trm_ext.outputs import DIAGNOSTICS, OUTPUTS, VALUES, encode
+
+INF, NAN = float("inf"), float("nan")
+STORED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def available():
+    names = []
+    for name in _lib.CPU_CAPABILITIES:
+        try:
+            _lib.force_cpu_capability(name)
+            names.append(name)
+        except ValueError:
+            pass
+    _lib.force_cpu_capability(None)
+    return names
+
+
+AVAILABLE = available()
+
+
+@pytest.fixture(params=_lib.CPU_CAPABILITIES)
+def capability(request):
+    if request.param not in AVAILABLE:
+        pytest.skip(f"this processor lacks {request.param}")
+    _lib.force_cpu_capability(request.param)
+    yield request.param
+    _lib.force_cpu_capability(None)
+
+
+def twin(x, y, tokens=None, outputs=("kl",), temperatures=(None, None)):
+    bits = encode(outputs)
+    return reference.token_divergence(x, y, tokens, None, *temperatures, x.shape[-1], bits)
+
+
+def test_a_name_this_processor_lacks_is_refused():
+    with pytest.raises(ValueError, match="'mmx' is not one of scalar, avx2, avx512"):
+        _lib.force_cpu_capability("mmx")
+    code = "import trm_ext"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"TRM_CPU_CAPABILITY": "mmx", "PATH": ""},
+    )
+    assert result.returncode != 0 and "'mmx' is not one of" in result.stderr
+
+
+# Around the lane counts (8, 16), the looked-ahead columns (256), a run (8192), a slice (16384).
+VOCABULARIES = (1, 7, 8, 9, 15, 16, 17, 33, 257, 8191, 8193, 16383, 16384, 16385, 33000)
+
+
+class TestValues:
+    @pytest.mark.parametrize("vocab", VOCABULARIES)
+    def test_every_output_at_every_size(self, capability, vocab):
+        x, y = base_rows("flat", 2, vocab, 3).float(), base_rows("flat", 2, vocab, 4).float() * 0.3
+        tokens = torch.tensor([0, vocab - 1])
+        got = trm.token_divergence(x, y, tokens=tokens, outputs=OUTPUTS)
+        values, diagnostics, _ = twin(x, y, tokens, OUTPUTS)
+        for name, want in zip(OUTPUTS, [*values, *diagnostics], strict=True):
+            # log-probs and entropies: 2^-24 of log S and of logits below 32, absolutely
+            torch.testing.assert_close(
+                getattr(got, name).double(), want, rtol=KL_RTOL, atol=4e-6, msg=name
+            )
+
+    @pytest.mark.parametrize("rollout,train", list(itertools.product(STORED, STORED)), ids=str)
+    def test_every_stored_pair(self, capability, rollout, train):
+        x, y = row_pair("flat", 3, 4099, 1e-2)
+        x, y = x.to(rollout), y.to(train)
+        outputs = ("kl", "kl_train_rollout", *DIAGNOSTICS)
+        got = trm.token_divergence(x, y, outputs=outputs)
+        values, diagnostics, _ = twin(x, y, outputs=outputs)
+        for name, want in zip(outputs, [*values, *diagnostics], strict=True):
+            torch.testing.assert_close(
+                getattr(got, name).double(), want, rtol=KL_RTOL, atol=0, msg=name
+            )
+
+    @pytest.mark.parametrize("share", (0.01, 0.2, 1.0))
+    def test_far_tokens(self, capability, share):
+        x = base_rows("flat", 3, 20000)
+        far = torch.rand(3, 20000) < share
+        y = x + torch.randn(3, 20000).double() * torch.where(far, 3.0, 0.01)
+        x, y = x.float(), y.float()
+        got = trm.token_divergence(x, y, outputs=("kl", "kl_train_rollout"))
+        values, _, _ = twin(x, y, outputs=("kl", "kl_train_rollout"))
+        torch.testing.assert_close(got.kl.double(), values[0], rtol=KL_RTOL, atol=0)
+        torch.testing.assert_close(got.kl_train_rollout.double(), values[1], rtol=KL_RTOL, atol=0)
+
+    def test_rising_rows_move_their_frame_often(self, capability):
+        x = torch.linspace(-300, 300, 9001)[None].repeat(2, 1)
+        y = x.flip(1) * 0.01
+        y[1] = x[1] + 0.001 * torch.randn(9001)
+        got = trm.token_divergence(x, y).kl.double()
+        torch.testing.assert_close(got, exact_kl(x, y), rtol=KL_RTOL, atol=0)
+
+    @pytest.mark.parametrize("cut", (0.1, 0.9, 0.999))
+    def test_truncated_rollouts_and_late_support(self, capability, cut):
+        x, y = base_rows("flat", 2, 20011, 8), base_rows("flat", 2, 20011, 9)
+        off = torch.rand(2, 20011) < cut
+        off[:, :9000] = True  # nothing finite in the first run
+        x, y = x.masked_fill(off, -INF).float(), y.float()
+        outputs = ("kl", "kl_train_rollout", *DIAGNOSTICS)
+        got = trm.token_divergence(x, y, outputs=outputs)
+        values, diagnostics, _ = twin(x, y, outputs=outputs)
+        for name, want in zip(outputs, [*values, *diagnostics], strict=True):
+            torch.testing.assert_close(
+                getattr(got, name).double(), want, rtol=KL_RTOL, atol=0, msg=name
+            )
+
+    @pytest.mark.parametrize("column", (0, 8000, 8192, 16383, 16384, 19999))
+    def test_flags_anywhere(self, capability, column):
+        x, y = torch.randn(4, 20000), torch.randn(4, 20000)
+        x[0, column] = NAN
+        y[1, column] = INF
+        x[2, column], y[2, column] = -200.0, -INF
+        x[3, column], y[3, column] = -INF, -200.0
+        got = trm.token_divergence(x, y, outputs=("kl", "kl_train_rollout"))
+        assert torch.isnan(got.kl[:2]).all() and torch.isnan(got.kl_train_rollout[:2]).all()
+        assert got.kl[2] == INF and got.kl_train_rollout[2].isfinite()
+        assert got.kl[3].isfinite() and got.kl_train_rollout[3] == INF
+
+    def test_logits_whose_difference_overflows_float32(self, capability):
+        x = torch.tensor([[3e38, -3e38, 0.0]])
+        y = torch.tensor([[-3e38, 3e38, 0.0]])
+        got = trm.token_divergence(x, y).kl
+        assert got.item() == INF or got.item() > 3e38  # 6e38 is not a float32
+        x = torch.tensor([[1e37, -3.4e38, 0.0, 5.0]])
+        y = torch.tensor([[1e37, 1e36, -3.4e38, 7.0]])
+        torch.testing.assert_close(
+            trm.token_divergence(x, y, outputs=OUTPUTS[:4])[:4],
+            tuple(twin(x, y, outputs=OUTPUTS[:4])[0].float()),
+            rtol=1e-6,
+            atol=1e-6,
+        )
+
+    def test_instruction_sets_agree(self):
+        x, y = row_pair("flat", 2, 30000, 1e-6)
+        x, y = x.float(), torch.log_softmax(y, -1).float()
+        found = []
+        for name in AVAILABLE:
+            _lib.force_cpu_capability(name)
+            found.append(trm.token_divergence(x, y).kl)
+        _lib.force_cpu_capability(None)
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=2 * KL_RTOL, atol=0)
+
+
+class TestTemperature:
+    @pytest.mark.parametrize("pair", ((1.0, 1.0), (0.6, 0.6), (0.6, 1.0), (1.3, 0.7)), ids=str)
+    @pytest.mark.parametrize("kind", ("flat", "peaked"))
+    def test_accuracy(self, capability, kind, pair):
+        scaled_x, scaled_y = row_pair(kind, 2, 8192, 1e-9)
+        x, y = (scaled_x * pair[0]).float(), (scaled_y * pair[1]).float()
+        rows = [torch.full((2,), t, dtype=torch.float64) for t in pair]
+        outputs = ("kl", "kl_train_rollout", *DIAGNOSTICS)
+        got = trm.token_divergence(
+            x, y, outputs=outputs, rollout_temperature=pair[0], train_temperature=pair[1]
+        )
+        values, diagnostics, _ = twin(x, y, outputs=outputs, temperatures=rows)
+        for name, want in zip(outputs, [*values, *diagnostics], strict=True):
+            atol = 1e-6 if name == "max_log_ratio" else 0
+            torch.testing.assert_close(
+                getattr(got, name).double(), want, rtol=KL_RTOL, atol=atol, msg=name
+            )
+
+    @pytest.mark.parametrize("dtype", STORED, ids=str)
+    def test_per_row_and_gradients(self, capability, dtype):
+        x, y = row_pair("flat", 3, 1000, 1e-2)
+        x, y = x.to(dtype), y.to(dtype)
+        t_x = torch.tensor([0.6, 1.0, 2.0], dtype=torch.float64)
+        t_y = torch.tensor([0.6, 1.5, 2.0], dtype=torch.float64)
+        leaves = [t.detach().clone().requires_grad_() for t in (x, y)]
+        tokens = torch.tensor([1, 2, 999])
+        got = trm.token_divergence(
+            *leaves, tokens=tokens, outputs=VALUES, rollout_temperature=t_x, train_temperature=t_y
+        )
+        bits = encode(VALUES)
+        values, _, statistics = twin(x, y, tokens, VALUES, (t_x, t_y))
+        for name, want in zip(VALUES, values, strict=True):
+            torch.testing.assert_close(getattr(got, name).double(), want, rtol=KL_RTOL, atol=4e-6)
+        upstream = torch.randn(len(VALUES), 3)
+        grads = torch.autograd.grad(list(got[: len(VALUES)]), leaves, list(upstream))
+        wants = reference.token_divergence_backward(
+            upstream, x, y, statistics, tokens, None, t_x, t_y, 0, 1000, bits, True, True
+        )
+        for grad, want in zip(grads, wants, strict=True):
+            error = float((grad.double() - want).norm() / want.norm())
+            assert error <= GRADIENT_RTOL + torch.finfo(dtype).eps / 2
+
+    @pytest.mark.parametrize("bad", (0.0, -1.0, NAN, INF))
+    def test_bad_numbers(self, bad):
+        x = torch.zeros(2, 3)
+        with pytest.raises(ValueError, match=f"rollout_temperature must be .* got {bad}"):
+            trm.token_divergence(x, x, rollout_temperature=bad)
+        row = torch.tensor([1.0, bad])
+        kl = trm.token_divergence(torch.randn(2, 3), torch.randn(2, 3), train_temperature=row).kl
+        assert kl[0].isfinite() and torch.isnan(kl[1])
+
+    def test_bad_shapes(self):
+        x = torch.zeros(2, 3)
+        with pytest.raises(ValueError, match=r"\[2\], got \[3\]"):
+            trm.token_divergence(x, x, train_temperature=torch.ones(3))
+        with pytest.raises(TypeError, match=r"torch\.int64"):
+            trm.token_divergence(x, x, train_temperature=torch.ones(2).long())
+
+
+class TestGradients:
+    @pytest.mark.parametrize("rollout,train", list(itertools.product(STORED, STORED)), ids=str)
+    def test_every_stored_pair(self, capability, rollout, train):
+        x, y = row_pair("flat", 2, 4099, 0.05)
+        x = x.masked_fill(torch.rand(2, 4099) < 0.2, -INF).to(rollout)
+        y = y.to(train)
+        tokens = torch.tensor([5, 4098])
+        x[:, 5] = 1.0
+        for outputs in (("kl",), VALUES[:1] + VALUES[2:]):
+            leaves = [t.detach().clone().requires_grad_() for t in (x, y)]
+            got = trm.token_divergence(*leaves, tokens=tokens, outputs=outputs)
+            fields = [getattr(got, name) for name in outputs]
+            upstream = torch.randn(len(outputs), 2)
+            grads = torch.autograd.grad(fields, leaves, list(upstream))
+            statistics = twin(x, y, tokens, outputs)[2]
+            wants = reference.token_divergence_backward(
+                upstream, x, y, statistics, tokens, None, None, None, 0, 4099, encode(outputs),
+                True, True,
+            )  # fmt: skip
+            for grad, want, leaf in zip(grads, wants, leaves, strict=True):
+                known = want.isfinite()
+                error = float((grad.double() - want)[known].norm() / want[known].norm())
+                assert error <= GRADIENT_RTOL + torch.finfo(leaf.dtype).eps / 2
+
+    def test_diagnostics_have_no_gradient_and_say_so(self):
+        y = torch.randn(2, 9, requires_grad=True)
+        got = trm.token_divergence(torch.randn(2, 9), y, outputs=("kl", "tv"))
+        with pytest.raises(RuntimeError, match="diagnostics without a gradient"):
+            (got.kl + got.tv).sum().backward()
+        got = trm.token_divergence(torch.randn(2, 9), y, outputs=("kl", "tv"))
+        (got.kl + got.tv.detach()).sum().backward()
+        assert y.grad.isfinite().all()
+
+    def test_each_output_alone(self, capability):
+        x, y = torch.randn(2, 40), torch.randn(2, 40)
+        for name in VALUES:
+            leaves = [t.clone().requires_grad_() for t in (x, y)]
+            got = trm.token_divergence(*leaves, tokens=torch.tensor([3, 4]), outputs=(name,))
+            getattr(got, name).sum().backward()
+            wide = [t.double().requires_grad_() for t in (x, y)]
+            want = trm.token_divergence(*wide, tokens=torch.tensor([3, 4]), outputs=(name,))
+            getattr(want, name).sum().backward()
+            for leaf, exact in zip(leaves, wide, strict=True):
+                torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
+
+
+class TestDeterminism:
+    @pytest.mark.parametrize("rows", (1, 2, 3, 9))
+    def test_threads_and_rows_never_change_a_bit(self, rows):
+        x, y = torch.randn(rows, 70001), torch.randn(rows, 70001)
+        tokens = torch.arange(rows)
+        found = []
+        threads = torch.get_num_threads()
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            leaf = y.clone().requires_grad_()
+            got = trm.token_divergence(x, leaf, tokens=tokens, outputs=OUTPUTS)
+            got.kl.sum().backward()
+            found.append([*(field.detach() for field in got), leaf.grad])
+        torch.set_num_threads(threads)
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        alone = trm.token_divergence(x[-1:], y[-1:], tokens=tokens[-1:], outputs=OUTPUTS)
+        assert all(
+            torch.equal(a[-1:], b) for a, b in zip(found[0][: len(OUTPUTS)], alone, strict=True)
+        )
+
+
+class TestMemory:
+    def test_masked_rows_lie_on_unreadable_pages(self):
+        # Row 1 of three is made inaccessible: reading it would end the process.
+        code = """
+            import ctypes, mmap, torch
+            import trm_ext as trm
+            page, columns = mmap.PAGESIZE, mmap.PAGESIZE // 4 * 3
+            maps = [mmap.mmap(-1, 9 * page) for _ in range(2)]
+            x, y = (torch.frombuffer(m, dtype=torch.float32).view(3, columns) for m in maps)
+            x.copy_(torch.randn(3, columns)); y.copy_(torch.randn(3, columns))
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+            for t in (x, y):
+                assert libc.mprotect(t.data_ptr() + 3 * page, 3 * page, 0) == 0
+            mask = torch.tensor([True, False, True])
+            leaf = y.requires_grad_()
+            d = trm.token_divergence(x, leaf, token_mask=mask, outputs=("kl", "tv"))
+            d.kl.sum().backward()
+            assert leaf.grad[[0, 2]].any() and not leaf.grad[1].any()
+            print("read nothing", d.kl[1].item())
+        """
+        result = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.stdout == "read nothing 0.0\n", result.stderr
+
+    def test_nothing_beside_the_columns_is_used(self):
+        # NaN canaries on all sides of a misaligned window.
+        for shift in (1, 2, 3):
+            memory = torch.full((5, 140), NAN)
+            x, y = torch.randn(3, 77), torch.randn(3, 77)
+            window = memory[1:4, shift : shift + 77]
+            window.copy_(x)
+            assert torch.equal(trm.token_divergence(window, y).kl, trm.token_divergence(x, y).kl)
+
+    @pytest.mark.parametrize("rows,vocab", ((4096, 64), (2, 200000)))
+    def test_extra_memory_is_64_bytes_a_row(self, rows, vocab):
+        x, y = torch.randn(rows, vocab), torch.randn(rows, vocab, requires_grad=True)
+        upstream = torch.ones(rows)
+        trm.token_divergence(x, y).kl.backward(upstream)  # warm
+        y.grad = None
+        with torch.profiler.profile(profile_memory=True) as profile:
+            kl = trm.token_divergence(x, y).kl
+            kl.backward(upstream)
+        events = profile.profiler.kineto_results.events()
+        live = peak = 0
+        for event in events:
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                peak = max(peak, live)
+        requested = rows * 4 + rows * vocab * 4  # kl and the gradient of y
+        assert peak > requested  # the profiler saw our allocations
+        # 4 more bytes a row: the upstream gradient stacked by autograd
+        assert peak <= requested + (64 + 4) * rows + 2**20
+
+    @pytest.mark.slow
+    def test_more_than_2_to_31_elements(self):
+        rows, vocab = 14200, 151936  # 2.16e9 elements; memory never touched costs nothing
+        x = torch.empty(rows, vocab, dtype=torch.bfloat16)
+        y = torch.empty(rows, vocab, dtype=torch.bfloat16)
+        mask = torch.zeros(rows, dtype=torch.bool)
+        for row in (0, 14135, rows - 1):  # 14135 * 151936 is just above 2^31
+            x[row], y[row] = torch.randn(vocab), torch.randn(vocab)
+            mask[row] = True
+        kl = trm.token_divergence(x, y, token_mask=mask).kl
+        small = trm.token_divergence(x[mask], y[mask]).kl
+        assert torch.equal(kl[mask], small) and small.min() > 0.1 and not kl[~mask].any()
+        leaf = y.requires_grad_()
+        trm.token_divergence(x, leaf, token_mask=mask).kl.sum().backward()
+        want = y.detach()[mask].clone().requires_grad_()
+        trm.token_divergence(x[mask], want).kl.sum().backward()
+        assert torch.equal(leaf.grad[mask], want.grad)
+        assert not leaf.grad[1].any() and not leaf.grad[14136].any()
+
+
+small_logits = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
+
+
+class TestProperties:
+    @settings(max_examples=150, deadline=None)
+    @given(small_logits, st.data())
+    def test_laws_of_kl(self, values, data):
+        x = torch.tensor([values])
+        noise = data.draw(
+            st.lists(st.floats(-3, 3, width=32), min_size=len(values), max_size=len(values))
+        )
+        y = x + torch.tensor([noise])
+        got = trm.token_divergence(x, y, outputs=("kl", "tv", "bhattacharyya", "kl_train_rollout"))
+        kl, tv, bhattacharyya = (float(t) for t in (got.kl, got.tv, got.bhattacharyya))
+        slack = 1 + KL_RTOL
+        assert kl >= 0 and 0 <= tv <= 1 + 1e-6
+        assert tv <= (kl / 2) ** 0.5 * slack + 1e-7  # Pinsker
+        assert 2 * bhattacharyya <= kl * slack + 1e-9  # Hellinger: -2 log(1 - b) <= KL
+        exact = float(exact_kl(x, y)[0])
+        assert abs(kl - exact) <= KL_RTOL * exact + 1e-12
+        if float(exact) > 1e-9:
+            assert kl > 0
+        order = torch.randperm(len(values))
+        permuted = float(trm.token_divergence(x[:, order], y[:, order]).kl)
+        assert abs(permuted - kl) <= 2 * KL_RTOL * exact + 1e-12
+
+    @settings(max_examples=80, deadline=None)
+    @given(small_logits, st.integers(-64, 64))
+    def test_shift_invariance(self, values, shift):
+        x = torch.tensor([values], dtype=torch.float64)
+        y = x * 0.5
+        plain = trm.token_divergence(x, y).kl
+        moved = trm.token_divergence(x + shift, y - shift).kl
+        torch.testing.assert_close(moved, plain, rtol=1e-10, atol=1e-13)
+
+    @settings(max_examples=80, deadline=None)
+    @given(small_logits, small_logits)
+    def test_chain_rule_over_a_split(self, left, right):
+        # KL = KL of the split's masses + mass-weighted KL within each part.
+        x = torch.tensor([left + right], dtype=torch.float64)
+        y = x.flip(1) * 0.7
+        cut = len(left)
+        whole = trm.token_divergence(x, y).kl
+        masses = [
+            torch.stack([torch.logsumexp(t[:, :cut], 1), torch.logsumexp(t[:, cut:], 1)], 1)
+            for t in (x, y)
+        ]
+        between = trm.token_divergence(*masses).kl
+        p = torch.softmax(masses[0], 1)
+        inside = [trm.token_divergence(x[:, a:b], y[:, a:b]).kl for a, b in ((0, cut), (cut, None))]
+        total = between + p[:, 0] * inside[0] + p[:, 1] * inside[1]
+        torch.testing.assert_close(whole, total, rtol=1e-9, atol=1e-12)
