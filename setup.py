@@ -135,7 +135,11 @@ if cuda_home is not None:
     extensions.append(
         extension(
             "trm_ext._C_cuda",
-            ["csrc/torch/bind_cuda.cpp", "csrc/cuda/token_divergence.cu"],
+            [
+                "csrc/torch/bind_cuda.cpp",
+                "csrc/cuda/sequence_reduce.cu",
+                "csrc/cuda/token_divergence.cu",
+            ],
             include_dirs=[str(cuda_home / "include")],
             cxx=["-DUSE_CUDA", f'-DTRM_CUDA_ARCHITECTURES="{architectures}"'],
             nvcc=["-DUSE_CUDA"],

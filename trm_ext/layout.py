@@ -28,7 +28,9 @@ class SequenceLayout:
         position: int64, shaped like the tokens: index on the sequence's own token axis, with tokens
             that do not count included (a hole keeps its number).
         token_mask: bool, shaped like the tokens: True at tokens that count.
-        num_sequences: B.
+        offsets: int64 ``[B + 1]``: sequence b is tokens offsets[b] .. offsets[b + 1] - 1 of the
+            flattened batch, or of ``order`` where there is one.
+        order: int64 ``[N]`` that groups the tokens by sequence, or None where they already are.
 
     >>> layout = SequenceLayout.from_lengths([2, 3])
     >>> layout.sequence_id, layout.position
@@ -38,7 +40,17 @@ class SequenceLayout:
     sequence_id: Tensor
     position: Tensor
     token_mask: Tensor
-    num_sequences: int
+    offsets: Tensor
+    order: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences B.
+
+        >>> SequenceLayout.from_lengths([2, 3]).num_sequences
+        2
+        """
+        return self.offsets.shape[0] - 1
 
     @classmethod
     def from_mask(cls, token_mask: Tensor) -> SequenceLayout:
@@ -65,7 +77,8 @@ class SequenceLayout:
         device = token_mask.device
         rows = torch.arange(batch, device=device)[:, None].expand(batch, length)
         columns = torch.arange(length, device=device)[None, :].expand(batch, length)
-        return cls(rows, columns, token_mask, batch)
+        offsets = torch.arange(batch + 1, device=device) * length
+        return cls(rows, columns, token_mask, offsets)
 
     @classmethod
     def from_cu_seqlens(
@@ -112,7 +125,7 @@ class SequenceLayout:
             torch.arange(len(ends) - 1, device=starts.device), starts.diff(), output_size=total
         )
         position = torch.arange(total, device=starts.device) - starts[:-1][sequence_id]
-        return cls(sequence_id, position, token_mask, len(ends) - 1)
+        return cls(sequence_id, position, token_mask, starts)
 
     @classmethod
     def from_lengths(
@@ -202,7 +215,10 @@ class SequenceLayout:
                 )
             if int(position.min()) < 0:
                 raise ValueError(f"position must be >= 0, got {int(position.min())}")
-        return cls(sequence_id, position, token_mask, num_sequences)
+        order = torch.argsort(sequence_id, stable=True)
+        ids = torch.arange(num_sequences + 1, device=sequence_id.device)
+        offsets = torch.searchsorted(sequence_id[order], ids)
+        return cls(sequence_id, position, token_mask, offsets, order)
 
     @property
     def shape(self) -> torch.Size:

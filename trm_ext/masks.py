@@ -82,46 +82,29 @@ def max_kl_verdict(kl: Tensor, layout: SequenceLayout, *, max_kl: float) -> Sequ
     """
     threshold = _checks.check_threshold("max_kl", max_kl)
     layout.check("kl", kl)
-    mask = layout.token_mask.reshape(-1)
-    ids = layout.sequence_id.reshape(-1)
-    position = layout.position.reshape(-1)
-    value = torch.where(mask, kl.reshape(-1), 0.0)
-    batch = layout.num_sequences
-
-    count = _sum(mask.to(torch.int64), ids, batch)
-    missing = mask & torch.isnan(value)
-    any_missing = _sum(missing.to(torch.int64), ids, batch) > 0
-    largest = value.new_full((batch,), 0.0).scatter_reduce(
-        0, ids, torch.where(missing, 0.0, value), "amax"
+    largest, position, total, count = torch.ops.trm.sequence_reduce(
+        kl.detach().reshape(-1).contiguous(),
+        layout.position.reshape(-1).contiguous(),
+        layout.token_mask.reshape(-1).contiguous(),
+        layout.offsets,
+        layout.order,
     )
-    # The first of the worst tokens: NaN tokens where there are any, else those at the maximum.
-    worst = torch.where(any_missing[ids], missing, mask & (value == largest[ids]))
-    nowhere = torch.iinfo(torch.int64).max
-    first = torch.full_like(count, nowhere).scatter_reduce(
-        0, ids, torch.where(worst, position, nowhere), "amin"
-    )
-    total = _sum(value.to(torch.float64), ids, batch)
-    empty = count == 0
-    unusable = any_missing | torch.isinf(largest)
+    unusable = ~torch.isfinite(largest)
     too_far = ~unusable & (largest.to(torch.float64) > threshold)
     reason = torch.full_like(count, int(Reason.KEPT))
     reason = reason.masked_fill(too_far, int(Reason.MAX_KL))
     reason = reason.masked_fill(unusable, int(Reason.NON_FINITE))
-    reason = reason.masked_fill(empty, int(Reason.EMPTY))
+    reason = reason.masked_fill(count == 0, int(Reason.EMPTY))
     keep = ~(too_far | unusable)
     return SequenceVerdict(
         keep=keep,
         reason=reason,
-        position=first.masked_fill(empty, -1),
-        max_kl=largest.masked_fill(any_missing, float("nan")),
+        position=position,
+        max_kl=largest,
         mean_kl=(total / count.clamp(min=1)).to(kl.dtype),
         sum_kl=total.to(kl.dtype),
-        token_keep=(mask & keep[ids]).reshape(layout.shape),
+        token_keep=layout.token_mask & keep[layout.sequence_id],
     )
-
-
-def _sum(values: Tensor, ids: Tensor, batch: int) -> Tensor:
-    return values.new_zeros(batch).index_add(0, ids, values)
 
 
 def trust_region_mask(

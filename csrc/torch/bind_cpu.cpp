@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Library _C: the schemas and the CPU implementations.
+#include "cpu/sequence_reduce.h"
 #include "cpu/token_divergence.h"
 #include "torch/ops.h"
 #include "torch/schema.h"
@@ -43,6 +44,13 @@ struct CpuBackend {
                      double* statistics, int64_t rows) {
     parallel_for(0, rows, kRecordGrain, [&](int64_t begin, int64_t end) {
       trm::cpu::divergence_finish(states, wide, outputs, values, statistics, rows, begin, end);
+    });
+  }
+
+  static void reduce(const Tensor&, const trm::SequenceArgs& args,
+                     const trm::SequenceOutputs& out) {
+    parallel_for(0, args.sequences, 8, [&](int64_t begin, int64_t end) {
+      trm::cpu::sequence_reduce(args, out, begin, end);
     });
   }
 };

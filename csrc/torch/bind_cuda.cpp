@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include "cuda/sequence_reduce.h"
 #include "cuda/token_divergence.h"
 #include "torch/ops.h"
 #include "trm/build_facts.h"
@@ -57,6 +58,12 @@ struct CudaBackend {
     check(trm::cuda::divergence_finish(states, wide, outputs, values, statistics, rows,
                                        scope.stream()),
           "divergence_finish");
+  }
+
+  static void reduce(const Tensor& on, const trm::SequenceArgs& args,
+                     const trm::SequenceOutputs& out) {
+    const DeviceScope scope(on);
+    check(trm::cuda::sequence_reduce(args, out, scope.stream()), "sequence_reduce");
   }
 };
 

@@ -11,6 +11,7 @@
 #include "torch/stable_abi.h"
 #include "trm/divergence_args.h"
 #include "trm/divergence_state.h"
+#include "trm/sequence_reduce.h"
 
 namespace trm::binding {
 
@@ -273,6 +274,51 @@ std::tuple<Tensor, Tensor> divergence_finish(const Tensor& state, int64_t output
   return {values, statistics};
 }
 
+inline const void* contiguous_data(const Tensor& tensor, ScalarType type, int64_t count,
+                                   const char* name) {
+  STD_TORCH_CHECK(tensor.scalar_type() == type && tensor.dim() == 1 && tensor.is_contiguous() &&
+                      (count < 0 || tensor.size(0) == count),
+                  "trm: wrong dtype, shape or strides of ", name);
+  return tensor.const_data_ptr();
+}
+
+template <typename Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor> sequence_reduce(const Tensor& values,
+                                                           const Tensor& positions,
+                                                           const Tensor& token_mask,
+                                                           const Tensor& offsets,
+                                                           const std::optional<Tensor>& order) {
+  SequenceArgs args;
+  args.wide = values.scalar_type() == ScalarType::Double;
+  const ScalarType type = args.wide ? ScalarType::Double : ScalarType::Float;
+  args.values = contiguous_data(values, type, -1, "values");
+  args.tokens = values.size(0);
+  args.positions = static_cast<const int64_t*>(
+      contiguous_data(positions, ScalarType::Long, args.tokens, "positions"));
+  args.token_mask = static_cast<const bool*>(
+      contiguous_data(token_mask, ScalarType::Bool, args.tokens, "token_mask"));
+  args.offsets =
+      static_cast<const int64_t*>(contiguous_data(offsets, ScalarType::Long, -1, "offsets"));
+  STD_TORCH_CHECK(offsets.size(0) >= 1, "trm: offsets is [B + 1]");
+  args.sequences = offsets.size(0) - 1;
+  if (order.has_value()) {
+    args.order = static_cast<const int64_t*>(
+        contiguous_data(*order, ScalarType::Long, args.tokens, "order"));
+  }
+  const std::vector<int64_t> sizes = {args.sequences};
+  Tensor max = empty_on(values, sizes, type);
+  Tensor position = empty_on(values, sizes, ScalarType::Long);
+  Tensor sum = empty_on(values, sizes, ScalarType::Double);
+  Tensor count = empty_on(values, sizes, ScalarType::Long);
+  SequenceOutputs out;
+  out.max = max.mutable_data_ptr();
+  out.position = static_cast<int64_t*>(position.mutable_data_ptr());
+  out.sum = static_cast<double*>(sum.mutable_data_ptr());
+  out.count = static_cast<int64_t*>(count.mutable_data_ptr());
+  Backend::reduce(values, args, out);
+  return {max, position, sum, count};
+}
+
 template <typename Backend, typename Library>
 void register_ops(Library& library) {
   library.impl("token_divergence", TORCH_BOX(&token_divergence<Backend>));
@@ -280,6 +326,7 @@ void register_ops(Library& library) {
   library.impl("divergence_state", TORCH_BOX(&divergence_state<Backend>));
   library.impl("divergence_state_merge", TORCH_BOX(&divergence_state_merge<Backend>));
   library.impl("divergence_finish", TORCH_BOX(&divergence_finish<Backend>));
+  library.impl("sequence_reduce", TORCH_BOX(&sequence_reduce<Backend>));
 }
 
 }  // namespace trm::binding

@@ -29,6 +29,11 @@ constexpr const char* kSchemas[] = {
 
     // state of a whole row -> values and statistics, as token_divergence returns them
     "divergence_finish(Tensor state, int outputs) -> (Tensor, Tensor)",
+
+    // per-token values [N] -> per sequence [B]: max (NaN wins), its position (-1 where no token
+    // counts), sum in float64, count; tokens of sequence b are order[offsets[b]:offsets[b + 1]]
+    "sequence_reduce(Tensor values, Tensor positions, Tensor token_mask, Tensor offsets, "
+    "Tensor? order) -> (Tensor, Tensor, Tensor, Tensor)",
 };
 
 }  // namespace trm

@@ -66,12 +66,21 @@ def _divergence_finish():
     yield (_states(1)[0], encode(VALUES))
 
 
+def _sequence_reduce():
+    order = torch.tensor([1, 3, 0, 2, 4])
+    mask = torch.tensor([True, True, False, True, True])
+    for values in (torch.rand(5), torch.rand(5).double()):
+        for grouped in (None, order):
+            yield values, torch.arange(5), mask, torch.tensor([0, 2, 2, 5]), grouped
+
+
 SAMPLES = {
     "token_divergence": _token_divergence,
     "token_divergence_backward": _token_divergence_backward,
     "divergence_state": _divergence_state,
     "divergence_state_merge": _divergence_state_merge,
     "divergence_finish": _divergence_finish,
+    "sequence_reduce": _sequence_reduce,
 }
 
 
@@ -145,7 +154,9 @@ class TestEveryOp:
             ):
                 assert g.shape == w.shape
                 # A float32 frame is rounded by moving the state: 2^-24 of maxima below 8.
-                torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=5e-7, equal_nan=True)
+                torch.testing.assert_close(
+                    g.double(), w.double(), rtol=1e-5, atol=5e-7, equal_nan=True
+                )
 
 
 def test_constants_mirror_csrc():
@@ -174,6 +185,13 @@ def test_state_ops_refuse_autograd_by_name(name):
     first = got[0] if isinstance(got, tuple) else got
     with pytest.raises(RuntimeError, match=f"trm::{name} has no autograd.*shard_gradient"):
         first.sum().backward()
+
+
+def test_sequence_reduce_refuses_autograd_by_name():
+    values, *rest = next(SAMPLES["sequence_reduce"]())
+    largest = torch.ops.trm.sequence_reduce(values.requires_grad_(), *rest)[0]
+    with pytest.raises(RuntimeError, match=r"trm::sequence_reduce has no autograd"):
+        largest.sum().backward()
 
 
 class TestRawOpsStayInBounds:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from trm_ext._ops._refusal import refuse_autograd
 from trm_ext._ops.token_divergence import STATISTICS, value_dtype
 from trm_ext.outputs import count_values
 
@@ -41,15 +40,7 @@ def _divergence_finish_fake(state: Tensor, outputs: int) -> tuple[Tensor, Tensor
     return values, statistics
 
 
-def _refuse(name: str) -> None:
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        raise RuntimeError(
-            f"trm::{name} has no autograd: detach the logits and call "
-            "trm_ext.shard_gradient with the finished row's statistics"
-        )
-
-    torch.library.register_autograd(f"trm::{name}", backward)
-
+INSTEAD = "detach the logits and call trm_ext.shard_gradient with the finished row's statistics"
 
 for _name, _fake in (
     ("divergence_state", _divergence_state_fake),
@@ -57,4 +48,4 @@ for _name, _fake in (
     ("divergence_finish", _divergence_finish_fake),
 ):
     torch.library.register_fake(f"trm::{_name}", _fake)
-    _refuse(_name)
+    refuse_autograd(_name, INSTEAD)

@@ -142,7 +142,8 @@ cudaError_t launch_token_divergence(const DivergenceArgs& args, const Divergence
   if (carried == kCarriesTrainGap) kernel = &token_divergence_kernel<Real, true, false>;
   if (carried == kCarriesEntropy) kernel = &token_divergence_kernel<Real, false, true>;
   const cudaError_t status = launch(row_blocks(args.rows, stream), kernel, args, out);
-  if (status != cudaSuccess || !(args.outputs & kDiagnosticOutputs)) return status;
+  const bool wants_diagnostics = out.state == nullptr && (args.outputs & kDiagnosticOutputs) != 0;
+  if (status != cudaSuccess || !wants_diagnostics) return status;
   return launch(row_blocks(args.rows, stream), &diagnostics_kernel<Real>, args, out);
 }
 

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sequence_reduce.h"
+#include "trm/kernels/sequence_reduce.cuh"
+
+namespace trm::cuda {
+
+cudaError_t sequence_reduce(const SequenceArgs& args, const SequenceOutputs& out,
+                            cudaStream_t stream) {
+  return kernels::launch_sequence_reduce(args, out, stream);
+}
+
+}  // namespace trm::cuda
