@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""token_divergence against other ways to get the same number, and against reading the memory.
+
+Bytes per pair: 2 x the size of a stored logit forward; the gradient adds the same reads and one
+write. The ceiling is a two-stream read of the same buffers with the same threads, interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import trm_ext as trm
+from benchmarks import record
+from trm_ext import _lib
+from trm_ext.reference import token_divergence as reference
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+VOCABULARIES = (32000, 49152, 128256, 151936, 262144)
+GATE_VOCABULARY, GATE_ROWS = 151936, 256
+KINDS = ("near", "far1", "far20", "top-p")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu",), default="cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="also write the result as JSON")
+    parser.add_argument(
+        "--only", choices=("gates", "kinds", "vocabularies", "scaling", "recorded"), nargs="*"
+    )
+    parser.add_argument("--pairs", type=Path, nargs="*", default=[], help="rollout-pair files")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    sections = arguments.only or ["gates", "kinds", "vocabularies", "scaling", "recorded"]
+    environment = record.environment()
+    print(" | ".join(f"{key} {value}" for key, value in environment.items()))
+    cases: list[dict[str, Any]] = []
+    rounds = arguments.rounds
+    if "gates" in sections:
+        for dtype in ("fp32", "bf16"):
+            x, y = rows("near", GATE_ROWS, GATE_VOCABULARY, dtype)
+            cases.append(measure(f"forward {dtype}", x, y, rounds, peers=True))
+            cases.append(measure(f"forward+backward {dtype}", x, y, rounds, peers=True, grad=True))
+        show(cases)
+        gates(cases)
+    if "kinds" in sections:
+        kinds = []
+        for dtype in ("fp32", "bf16"):
+            for kind in KINDS:
+                x, y = rows(kind, 128, GATE_VOCABULARY, dtype)
+                kinds.append(measure(f"{kind} {dtype}", x, y, rounds))
+            near = kinds[-len(KINDS)]
+            for case in kinds[-len(KINDS) :]:
+                case["of near"] = rate(case, "ours") / rate(near, "ours")
+        show(kinds, "of near")
+        cases += kinds
+    if "vocabularies" in sections:
+        sizes = []
+        for dtype in ("fp32", "bf16"):
+            for vocab in VOCABULARIES:
+                x, y = rows("near", 2**25 // vocab, vocab, dtype)
+                sizes.append(measure(f"V={vocab} {dtype}", x, y, rounds, sets=True))
+        show(sizes)
+        cases += sizes
+    if "scaling" in sections:
+        scaling(rounds)
+    if "recorded" in sections:
+        real = [measure(path.parent.name, *recorded(path), rounds) for path in arguments.pairs]
+        if real:
+            show(real)
+        cases += real
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"environment": environment, "cases": cases}, indent=1))
+    return 0
+
+
+def rows(kind: str, count: int, vocab: int, dtype: str) -> tuple[Tensor, Tensor]:
+    """Logits of std 3 with mismatch noise 0.05; a share of far tokens, or a top-p rollout."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, vocab, generator=generator) * 3
+    noise = torch.randn(count, vocab, generator=generator)
+    share = {"far1": 0.01, "far20": 0.2}.get(kind, 0.0)
+    if share:
+        far = torch.rand(count, vocab, generator=generator) < share
+        scale = torch.where(far, 1.0, 0.05)
+        noise = torch.where(far, noise.sign() * (0.5 + noise.abs()), noise)
+        y = x + noise * scale
+    else:
+        y = x + 0.05 * noise
+    if kind == "top-p":
+        x = x.masked_fill(torch.rand(count, vocab, generator=generator) < 0.9, -float("inf"))
+    return x.to(DTYPES[dtype]), y.to(DTYPES[dtype])
+
+
+def recorded(path: Path) -> tuple[Tensor, Tensor]:
+    """Real logits of both engines, from a rollout-pair file."""
+    from trm_ext.io import RolloutPairReader
+
+    with RolloutPairReader(path) as pair:
+        return pair.rows(0, pair.num_tokens)
+
+
+def eager(x: Tensor, y: Tensor) -> Tensor:
+    """What one writes without a kernel."""
+    p, q = torch.log_softmax(x.float(), -1), torch.log_softmax(y.float(), -1)
+    return torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+
+
+def lse_form(x: Tensor, y: Tensor) -> Tensor:
+    """E[x - y] - lse(x) + lse(y): one pass fewer, one cancellation more."""
+    x, y = x.float(), y.float()
+    lse_x, lse_y = torch.logsumexp(x, -1), torch.logsumexp(y, -1)
+    return ((x - lse_x[..., None]).exp() * (x - y)).sum(-1) - lse_x + lse_y
+
+
+def ours(x: Tensor, y: Tensor) -> Tensor:
+    kl = trm.token_divergence(x, y).kl
+    assert kl is not None
+    return kl
+
+
+def measure(
+    name: str,
+    x: Tensor,
+    y: Tensor,
+    rounds: int,
+    *,
+    peers: bool = False,
+    sets: bool = False,
+    grad: bool = False,
+) -> dict[str, Any]:
+    """Times of ours, the two-stream read, and on request peers or every instruction set."""
+    forms: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": ours}
+    if peers:
+        forms |= {
+            "eager": eager,
+            "lse form": lse_form,
+            "torch.compile": torch.compile(eager, dynamic=False),
+            "torch.compile lse": torch.compile(lse_form, dynamic=False),
+        }
+    providers: dict[str, Callable[[], object]] = {"read": two_stream_read(x, y)}
+    for form_name, form in forms.items():
+        providers[form_name] = with_gradient(form, x, y) if grad else no_grad(form, x, y)
+    if sets:
+        for capability in _lib.CPU_CAPABILITIES[:-1]:
+            providers[capability] = with_capability(capability, providers["ours"])
+    seconds = record.interleaved(providers, rounds)
+    few = slice(0, min(4, len(x)))
+    want = reference(x[few], y[few], None, None, None, None, x.shape[-1], 1)[0][0]
+    errors = {}
+    for form_name, form in forms.items():
+        with torch.no_grad():
+            got = form(x[few], y[few]).double()
+        errors[form_name] = float(((got - want) / want).abs().max())
+    return {
+        "case": name,
+        "shape": list(x.shape),
+        "pairs": x.numel(),
+        "bytes": x.numel() * x.element_size() * (5 if grad else 2),
+        "seconds": seconds,
+        "relative_error": errors,
+        "peak_bytes": {form: record.peak_bytes(providers[form]) for form in forms},
+    }
+
+
+def no_grad(form: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Callable[[], object]:
+    def call() -> object:
+        with torch.no_grad():
+            return form(x, y)
+
+    return call
+
+
+def with_gradient(
+    form: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor
+) -> Callable[[], object]:
+    leaf = y.detach().requires_grad_()
+    upstream = torch.ones(len(x))
+
+    def call() -> object:
+        return torch.autograd.grad(form(x, leaf), leaf, upstream)
+
+    return call
+
+
+def with_capability(name: str, call: Callable[[], object]) -> Callable[[], object]:
+    def forced() -> object:
+        _lib.force_cpu_capability(name)
+        try:
+            return call()
+        finally:
+            _lib.force_cpu_capability(None)
+
+    return forced
+
+
+def two_stream_read(x: Tensor, y: Tensor) -> Callable[[], object]:
+    library = _read_library()
+    size = x.numel() * x.element_size()
+    pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr())
+    return lambda: library.read_pair(*pointers, ctypes.c_size_t(size), torch.get_num_threads())
+
+
+def _read_library() -> ctypes.CDLL:
+    target = Path(tempfile.gettempdir()) / f"trm-read-pair-{os.getuid()}.so"
+    source = Path(__file__).with_name("read_pair.cpp")
+    flags = ["-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-pthread", "-Wno-psabi"]
+    if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
+        compiler = os.environ.get("CXX", "c++")
+        subprocess.run([compiler, *flags, str(source), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def rate(case: dict[str, Any], provider: str) -> float:
+    """Gpair/s at the median."""
+    return float(case["pairs"] / statistics.median(case["seconds"][provider]) / 1e9)
+
+
+def show(cases: list[dict[str, Any]], extra: str | None = None) -> None:
+    header = [
+        "case | provider",
+        "Gpair/s",
+        "GB/s",
+        "% of read",
+        "spread",
+        "max rel err",
+        "peak MiB",
+    ]
+    if extra:
+        header.append(extra)
+    table = []
+    for case in cases:
+        for name, samples in case["seconds"].items():
+            median = statistics.median(samples)
+            error = case["relative_error"].get(name)
+            peak = case["peak_bytes"].get(name)
+            line = [
+                f"{case['case']} | {name}",
+                f"{rate(case, name):.3f}",
+                f"{case['bytes'] / median / 1e9:.2f}" if name != "read" else _read_rate(case),
+                f"{100 * record.paired_ratio(case['seconds'], 'read', name):.0f}",
+                f"{100 * record.spread(samples):.0f} %",
+                "" if error is None else f"{error:.1e}",
+                "" if peak is None else f"{peak / 2**20:.0f}",
+            ]
+            if extra:
+                line.append(f"{case[extra]:.2f}" if name == "ours" else "")
+            table.append(line)
+    print()
+    record.table(header, table, sys.stdout)
+
+
+def _read_rate(case: dict[str, Any]) -> str:
+    size = case["pairs"] * 2 * (4 if "fp32" in case["case"] else 2)
+    return f"{size / statistics.median(case['seconds']['read']) / 1e9:.2f}"
+
+
+def gates(cases: list[dict[str, Any]]) -> None:
+    """The ratios that this project promises, each from paired rounds of one run."""
+    forward = {case["case"]: case["seconds"] for case in cases}
+    noisy = record.spread(forward["forward fp32"]["read"]) > 0.2
+    compile_gate = 3.5 if noisy else 4.5
+    wanted = [
+        ("forward fp32", "read", 0.85),
+        ("forward fp32", "eager", 30.0),
+        ("forward fp32", "torch.compile", compile_gate),
+        ("forward bf16", "torch.compile", 4.0),
+        ("forward bf16", "eager", 35.0),
+        ("forward+backward fp32", "torch.compile", 3.0),
+        ("forward+backward bf16", "torch.compile", 3.0),
+    ]
+    print(f"\ngates (read spread {'above' if noisy else 'within'} 20 %)")
+    lines = []
+    for case, peer, least in wanted:
+        ratio = record.paired_ratio(forward[case], peer, "ours")
+        verdict = "met" if ratio >= least else "MISSED"
+        lines.append([f"{case} vs {peer}", f"{ratio:.2f}", f">= {least}", verdict])
+    record.table(["gate", "ratio", "wanted", ""], lines, sys.stdout)
+
+
+def scaling(rounds: int) -> None:
+    """Seconds per pair over N and over V: the cost is linear where these are flat."""
+    print("\ncost, ns per pair")
+    lines = []
+    for count, vocab in ((64, 65536), (128, 65536), (256, 65536), (64, 131072), (64, 262144)):
+        x, y = rows("near", count, vocab, "fp32")
+        seconds = record.interleaved({"ours": no_grad(ours, x, y)}, rounds)["ours"]
+        per_pair = statistics.median(seconds) / x.numel() * 1e9
+        lines.append([f"N={count} V={vocab}", f"{per_pair:.3f}"])
+    record.table(["case", "ns/pair"], lines, sys.stdout)
