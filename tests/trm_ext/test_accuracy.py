@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accuracy table: relative error of kl by size, shape, offset, temperature and dtype.
+
+Truth is the float64 twin of the *stored* logits (mpmath for spot checks); the KL in a row's label
+is nominal. Printed with ``pytest -s``.
+"""
+
+import mpmath as mp
+import pytest
+import torch
+
+import trm_ext as trm
+from tests.rows import GRADIENT_RTOL, KL_RTOL, base_rows, exact_kl
+from trm_ext import reference
+from trm_ext.outputs import encode
+
+KLS = (1e-9, 1e-6, 1e-3, 0.1, 1.0, 10.0)
+KINDS = ("flat", "peaked", "sharp")
+OFFSETS = ("none", "log-probs", "+60", "+1e4")
+TEMPERATURES = ((1.0, 1.0), (0.6, 0.6), (0.6, 1.0))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def nominal_pair(kind, vocab, kl, seed=0):
+    """Logits x and x + scaled noise, by secant on log KL: a handful of evaluations at any size."""
+    x = base_rows(kind, 2, vocab, seed)
+    noise = torch.randn(2, vocab, generator=torch.Generator().manual_seed(seed + 1)).double()
+    power = torch.full((2, 1), -2.0, dtype=torch.float64)
+    for _ in range(8):
+        measured = exact_kl(x, x + noise * 10**power)[:, None].clamp(min=1e-300)
+        power = (power + 0.5 * torch.log10(kl / measured)).clamp(-9, 4)
+    return x, x + noise * 10**power
+
+
+def offset(y, name):
+    if name == "log-probs":
+        return torch.log_softmax(y, -1)
+    return y + {"none": 0.0, "+60": 60.0, "+1e4": 1e4}[name]
+
+
+def worst(x, y, temperatures=(1.0, 1.0)):
+    """Largest relative error over the rows whose stored KL the contract covers."""
+    rows = [torch.full((len(x),), t, dtype=torch.float64) for t in temperatures]
+    truth = reference.token_divergence(x, y, None, None, *rows, x.shape[-1], 1)[0][0]
+    got = trm.token_divergence(
+        x, y, rollout_temperature=temperatures[0], train_temperature=temperatures[1]
+    ).kl.double()
+    assert bool((got >= 0).all())
+    covered = truth >= 0.9e-9  # below: the sharp rows whose labels no noise reaches
+    assert bool((got[~covered] <= 1e-9).all())
+    return float(((got - truth) / truth)[covered].abs().max()) if covered.any() else 0.0
+
+
+def print_table(title, table, columns):
+    print(f"\n{title}")
+    print("row".ljust(26) + "".join(str(c).rjust(12) for c in columns))
+    for name, values in table.items():
+        print(name.ljust(26) + "".join(f"{v:12.1e}" for v in values))
+
+
+@pytest.mark.parametrize(
+    "vocab",
+    (
+        1000,
+        32768,
+        pytest.param(151936, marks=pytest.mark.slow),
+        pytest.param(262144, marks=pytest.mark.slow),
+    ),
+)
+def test_float32_table(vocab):
+    table = {}
+    for kind in KINDS:
+        pairs = [nominal_pair(kind, vocab, kl) for kl in KLS]
+        for name in OFFSETS:
+            table[f"{kind}, {name}"] = [worst(x.float(), offset(y, name).float()) for x, y in pairs]
+    print_table(f"V = {vocab}, float32: relative error of kl at nominal KL", table, KLS)
+    assert max(map(max, table.values())) <= KL_RTOL
+
+
+@pytest.mark.parametrize("vocab", (1000, pytest.param(151936, marks=pytest.mark.slow)))
+def test_temperature_table(vocab):
+    table = {}
+    for kind in KINDS:
+        for pair in TEMPERATURES:
+            table[f"{kind}, {pair[0]}/{pair[1]}"] = [
+                worst((x * pair[0]).float(), (y * pair[1]).float(), pair)
+                for x, y in (nominal_pair(kind, vocab, kl) for kl in KLS)
+            ]
+    print_table(f"V = {vocab}, float32, by temperatures", table, KLS)
+    assert max(map(max, table.values())) <= KL_RTOL
+
+
+@pytest.mark.parametrize("vocab", (1000, 32768, pytest.param(151936, marks=pytest.mark.slow)))
+def test_sixteen_bit_table(vocab):
+    table = {}
+    for kind in KINDS:
+        for dtype in DTYPES[1:]:
+            table[f"{kind}, {str(dtype).removeprefix('torch.')}"] = [
+                worst(x.to(dtype), y.to(dtype))
+                for x, y in (nominal_pair(kind, vocab, kl) for kl in KLS)
+            ]
+    print_table(f"V = {vocab}, both sides in 16 bits", table, KLS)
+    assert max(map(max, table.values())) <= KL_RTOL
+
+
+def test_gradient_table():
+    table = {}
+    for kind in KINDS:
+        for name in OFFSETS[:3]:
+            errors = []
+            for kl in KLS:
+                x, y = nominal_pair(kind, 32768, kl)
+                x, y = x.float(), offset(y, name).float()
+                leaf = y.clone().requires_grad_()
+                trm.token_divergence(x, leaf).kl.sum().backward()
+                bits = encode(["kl"])
+                rows = (None, None, None, None)
+                statistics = reference.token_divergence(x, y, *rows, 32768, bits)[2]
+                want = reference.token_divergence_backward(
+                    torch.ones(1, 2), x, y, statistics, *rows, 0, 32768, bits, False, True
+                )[1]
+                errors.append(float((leaf.grad.double() - want).norm() / want.norm()))
+            table[f"{kind}, {name}"] = errors
+    print_table("V = 32768, float32: relative L2 error of d kl / d train", table, KLS)
+    assert max(map(max, table.values())) <= GRADIENT_RTOL
+
+
+def mpmath_kl(x, y):
+    with mp.workdps(50):
+        x, y = ([mp.mpf(float(v)) for v in row] for row in (x, y))
+        lse_x, lse_y = (mp.log(mp.fsum(mp.exp(v) for v in row)) for row in (x, y))
+        return float(
+            mp.fsum(
+                mp.exp(a - lse_x) * ((a - lse_x) - (b - lse_y)) for a, b in zip(x, y, strict=True)
+            )
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kl", (1e-9, 1e-3))
+def test_the_oracle_itself_against_mpmath(kind, kl):
+    x, y = nominal_pair(kind, 300, kl)
+    x, y = x.float(), torch.log_softmax(y, -1).float()
+    truth = mpmath_kl(x[0], y[0])
+    assert float(exact_kl(x, y)[0]) == pytest.approx(truth, rel=1e-9)
+    assert float(trm.token_divergence(x, y).kl[0]) == pytest.approx(truth, rel=KL_RTOL)
+
+
+# Edge inputs of a row of 4099 columns: (build, what the truth is).
+def test_edge_table():
+    x = base_rows("flat", 1, 4099)
+    y = x + 1e-2 * torch.randn(1, 4099, dtype=torch.float64)
+    inf = float("inf")
+    cut = torch.rand(1, 4099) < 0.9
+    padding = torch.arange(4099)[None] >= 4038
+    late = torch.full_like(x, -inf)
+    late[0, 4000] = 1.0
+    cases = {
+        "-inf on both sides in 61 columns": (
+            x.masked_fill(padding, -inf),
+            y.masked_fill(padding, -inf),
+        ),
+        "90 % of rollout -inf": (x.masked_fill(cut, -inf), y),
+        "one finite rollout token, late": (late, y),
+        "logits x 300": (x * 300, y * 300),
+        "y + 1e4": (x, y + 1e4),
+        "nearly disjoint": (
+            x * 0 - 80 * (torch.arange(4099) != 7),
+            x * 0 - 80 * (torch.arange(4099) != 9),
+        ),
+    }
+    for name, (a, b) in cases.items():
+        a, b = a.float(), b.float()
+        truth, got = float(exact_kl(a, b)), float(trm.token_divergence(a, b).kl)
+        print(f"{name:36} {truth:12.6g} {got:12.6g}")
+        assert abs(got - truth) <= KL_RTOL * truth + 1e-30, name
+    violated = y.clone()
+    violated[0, 5] = -inf
+    assert trm.token_divergence(x, violated).kl.item() == inf
+    assert trm.token_divergence(x.float(), x.float()).kl.item() == 0.0
