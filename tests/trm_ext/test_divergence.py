@@ -40,6 +40,12 @@ def gradients(x, y, weight, **arguments):
     return torch.autograd.grad((kl * weight).sum(), (x, y))
 
 
+def gradients_of_views(x, y, weight):
+    """As gradients(), on the tensors themselves instead of copies."""
+    x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+    return torch.autograd.grad((trm.token_divergence(x, y).kl * weight).sum(), (x, y))
+
+
 def relative_l2(got, want):
     return float((got.double() - want).norm() / want.norm())
 
@@ -141,6 +147,46 @@ class TestShapesAndStrides:
             flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.reshape(-1, x.shape[-1])
             want = oracle_gradient(flat_x, flat_y, weight.reshape(1, -1))[0]
             assert relative_l2(grad.reshape(flat_x.shape), want) < 1e-5, name
+
+    def test_masks_ids_temperatures_and_gradients_of_any_stride(self):
+        x, y = torch.randn(3, 4, 50), torch.randn(3, 4, 50)
+        tokens = torch.randint(50, (4, 3)).t()
+        mask = torch.rand(3, 8)[:, ::2] < 0.7
+        temperature = torch.tensor([0.5, 1.0, 2.0]).double()[:, None].expand(3, 4)
+        results = []
+        for dense in (False, True):
+            arguments = [t.contiguous() if dense else t for t in (tokens, mask, temperature)]
+            leaf = y.clone().requires_grad_()
+            got = trm.token_divergence(
+                x,
+                leaf,
+                tokens=arguments[0],
+                token_mask=arguments[1],
+                train_temperature=arguments[2],
+                outputs=("kl", "log_ratio", "tv"),
+            )
+            upstream = torch.arange(12.0).reshape(4, 3).t()
+            upstream = upstream.contiguous() if dense else upstream
+            torch.autograd.backward([got.kl, got.log_ratio], [upstream, upstream])
+            results.append([got.kl.detach(), got.log_ratio.detach(), got.tv.detach(), leaf.grad])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert results[0][3].any()
+
+    @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+    @pytest.mark.parametrize("shift", (1, 2, 3))
+    def test_misaligned_views_forward_and_backward(self, dtype, shift):
+        memory = torch.full((3 * 131 + 8,), NAN, dtype=dtype)
+        window = memory[shift : shift + 3 * 131].view(3, 131)
+        window.copy_(torch.randn(3, 131))
+        y = torch.randn(3, 131).to(dtype)
+        weight = torch.tensor([1.0, -2.0, 0.5])
+        assert torch.equal(
+            trm.token_divergence(window, y).kl, trm.token_divergence(window.clone(), y).kl
+        )
+        for one, other in zip(
+            gradients_of_views(window, y, weight), gradients(window, y, weight), strict=True
+        ):
+            assert torch.equal(one, other) and one.isfinite().all()
 
     def test_offsets_beyond_32_bits(self):
         # Two rows 2^31 + 64 elements apart in one sparse allocation.
