@@ -32,8 +32,8 @@ bench: $(VENV)/.built
 wheel: $(VENV)/.dev  ## one wheel for every CPython >= 3.10
 	$(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
 
-clean:
-	rm -rf build dist out $(VENV) *.egg-info trm_ext/*.so
+clean:  ## what was built; the environment stays
+	rm -rf build dist out *.egg-info trm_ext/*.so $(VENV)/.built
 
 $(VENV)/.dev: requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)

@@ -580,10 +580,13 @@ TRM_INLINE void add_moments(DivergenceMoments& sums, const double* statistics, L
   const bool in_train = y > -infinity<Real>();
   const Real max_rollout = static_cast<Real>(statistics[kStatMaxRollout]);
   const Real shift = static_cast<Real>(statistics[kStatShift]);
-  const Real residual = static_cast<Real>(statistics[kStatResidual]);
-  const Real residual_low =
-      static_cast<Real>(statistics[kStatResidual] - static_cast<double>(residual));
-  const Real log_mass = static_cast<Real>(statistics[kStatLogMass]);
+  // What rounding the frame leaves, the residual and log S absorb (see read_gradient).
+  const double whole =
+      statistics[kStatResidual] + (statistics[kStatShift] - static_cast<double>(shift));
+  const Real residual = static_cast<Real>(whole);
+  const Real residual_low = static_cast<Real>(whole - static_cast<double>(residual));
+  const Real log_mass = static_cast<Real>(
+      statistics[kStatLogMass] + (statistics[kStatMaxRollout] - static_cast<double>(max_rollout)));
   Real p = 0, q = 0, log_p = 0, log_q = 0;
   if (in_rollout) {
     log_p = ((x - max_rollout) + rollout.error) - log_mass;

@@ -177,11 +177,16 @@ TRM_HOST_DEVICE inline bool read_gradient(const DivergenceBackwardArgs& args, in
   const double* statistics = args.statistics + row * kStatistics;
   out.max_rollout = static_cast<Real>(statistics[kStatMaxRollout]);
   out.shift = static_cast<Real>(statistics[kStatShift]);
-  out.residual = static_cast<Real>(statistics[kStatResidual]);
-  out.residual_low =
-      static_cast<Real>(statistics[kStatResidual] - static_cast<double>(out.residual));
-  out.log_mass = static_cast<Real>(statistics[kStatLogMass]);
-  out.inverse_mass = static_cast<Real>(exponential(-statistics[kStatLogMass]));
+  // What rounding the frame leaves, the residual and log S absorb: only the sums c + residual and
+  // M + log S enter log(p/q) and p.
+  const double residual =
+      statistics[kStatResidual] + (statistics[kStatShift] - static_cast<double>(out.shift));
+  out.residual = static_cast<Real>(residual);
+  out.residual_low = static_cast<Real>(residual - static_cast<double>(out.residual));
+  const double log_mass = statistics[kStatLogMass] +
+                          (statistics[kStatMaxRollout] - static_cast<double>(out.max_rollout));
+  out.log_mass = static_cast<Real>(log_mass);
+  out.inverse_mass = static_cast<Real>(exponential(-log_mass));
   out.kl = static_cast<Real>(statistics[kStatKl]);
   out.kl_train_rollout = static_cast<Real>(statistics[kStatKlTrainRollout]);
   out.entropy_rollout = static_cast<Real>(statistics[kStatEntropyRollout]);
