@@ -46,6 +46,10 @@ class RowColumns {
     out.shift = static_cast<float>(frame.shift);
     const bool short_columns = !scaled() && run_type(rollout_.type) && run_type(train_.type);
     out.shift_low = short_columns ? 0.0f : static_cast<float>(frame.shift - out.shift);
+    const double train_max =
+        static_cast<double>(out.max_rollout) - (static_cast<double>(out.shift) + out.shift_low);
+    out.train_max = static_cast<float>(train_max);
+    out.train_max_low = static_cast<float>(train_max - out.train_max);
     return out;
   }
 
@@ -178,11 +182,11 @@ DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, Sli
     DivergenceState<double> part;
     part.flags = carried | (maxima.rollout > -infinity<float>() ? kHasRollout : 0u) |
                  (maxima.train > -infinity<float>() ? kHasTrain : 0u);
-    const RunFrame frame =
-        part.has(kHasRollout | kHasTrain) ? columns.frame(maxima) : RunFrame{0.0f, 0.0f, 0.0f};
+    const RunFrame frame = part.has(kHasRollout | kHasTrain) ? columns.frame(maxima) : RunFrame{};
     const Frame<double> state_frame = columns.state_frame(frame);
     part.max_rollout = state_frame.max_rollout;
     part.shift = state_frame.shift;
+    const int64_t part_begin = column;
     bool covered = true;
     while (covered && column < range.end) {
       RunArgs run = columns.at(column, std::min(kRunColumns, range.end - column));
@@ -197,6 +201,8 @@ DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, Sli
       covered = consumed == run.count;
       column += consumed;
     }
+    // A frame of the maxima covers at least its first column; if rounding denies it, go wide.
+    if (column == part_begin) return double_row::slice_state(args, row, range);
     total = merge(total, part);
   }
   return total;

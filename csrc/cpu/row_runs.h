@@ -20,6 +20,7 @@ enum class RunScale : int32_t { kNone, kScaled, kMixed };
 struct RunFrame {
   float max_rollout;
   float shift, shift_low;  // an unevaluated sum; low is 0 where both sides are stored in 16 bits
+  float train_max, train_max_low;  // max_rollout - shift, likewise
 };
 
 struct RunArgs {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The runs of row_runs.h over the Simd that the including file chose. Formulas: divergence_state.h.
 // Hot path per vector of near columns (|u| <= 1/2, inside the frame): one exponential, one
-// polynomial, three sums, two compares. Anything else takes the mixed path, which handles far
-// columns, -inf, NaN and a frame that no longer covers.
+// polynomial, three sums, two compares. A vector with any other column (far, -inf) pays a second
+// exponential; NaN, +inf or a frame that no longer covers ends the run.
 #pragma once
 
 #include "cpu/row_runs.h"
@@ -16,15 +16,18 @@ using Mask = Simd::Mask;
 
 constexpr float kInf = __builtin_inff();
 
-inline Vector psi(Vector u) {
+// psi(u) / u for |u| <= 1/2
+inline Vector psi_over_u(Vector u) {
   Vector series = Simd::broadcast(-0.000198756241f);
   series = Simd::fma(series, u, Simd::broadcast(0.00139819975f));
   series = Simd::fma(series, u, Simd::broadcast(-0.00833345218f));
   series = Simd::fma(series, u, Simd::broadcast(0.0416657959f));
   series = Simd::fma(series, u, Simd::broadcast(-0.166666655f));
   series = Simd::fma(series, u, Simd::broadcast(0.500000012f));
-  return Simd::mul(Simd::mul(u, u), series);
+  return Simd::mul(u, series);
 }
+
+inline Vector psi(Vector u) { return Simd::mul(u, psi_over_u(u)); }
 
 inline Vector difference_error(Vector a, Vector b, Vector difference) {
   const Vector b_part = Simd::sub(a, difference);
@@ -43,20 +46,25 @@ struct Pair {
 
 template <RunScale kScale>
 struct Columns {
-  Vector max_rollout, shift, shift_low;
+  Vector max_rollout, shift, shift_low, train_max, train_max_low;
   Vector rollout_high, rollout_low, train_high, train_low;
 
   explicit Columns(const RunArgs& args)
       : max_rollout(Simd::broadcast(args.frame.max_rollout)),
         shift(Simd::broadcast(args.frame.shift)),
         shift_low(Simd::broadcast(args.frame.shift_low)),
+        train_max(Simd::broadcast(args.frame.train_max)),
+        train_max_low(Simd::broadcast(args.frame.train_max_low)),
         rollout_high(Simd::broadcast(args.rollout_high)),
         rollout_low(Simd::broadcast(args.rollout_low)),
         train_high(Simd::broadcast(args.train_high)),
         train_low(Simd::broadcast(args.train_low)) {}
 
   Vector scaled(Vector value) const {
-    return Simd::fma(value, rollout_high, Simd::mul(value, rollout_low));
+    // The low part of a product with -inf would be NaN.
+    const Mask finite = Simd::less(Simd::broadcast(-kInf), value);
+    const Vector product = Simd::fma(value, rollout_high, Simd::mul(value, rollout_low));
+    return Simd::select(finite, product, value);
   }
 
   // kResidue restores the rounding of x - y: needed where a stored logit has 24 bits.
@@ -68,8 +76,13 @@ struct Columns {
     if constexpr (kScale == RunScale::kMixed) {
       const Vector a = Simd::mul(x, rollout_high);
       const Vector b = Simd::mul(y, train_high);
-      const Vector a_error = Simd::fma(x, rollout_low, Simd::product_error(x, rollout_high, a));
-      const Vector b_error = Simd::fma(y, train_low, Simd::product_error(y, train_high, b));
+      // A product with -inf has no error.
+      const Vector nothing = Simd::broadcast(-kInf);
+      const Vector a_error =
+          Simd::zero_unless(Simd::less(nothing, x),
+                            Simd::fma(x, rollout_low, Simd::product_error(x, rollout_high, a)));
+      const Vector b_error = Simd::zero_unless(
+          Simd::less(nothing, y), Simd::fma(y, train_low, Simd::product_error(y, train_high, b)));
       const Vector difference = Simd::sub(a, b);
       const Vector error = Simd::add(Simd::sub(difference_error(a, b, difference), shift_low),
                                      Simd::sub(a_error, b_error));
@@ -92,16 +105,17 @@ struct Columns {
     return out;
   }
 
-  // y - M + c, for columns that are not near.
+  // y - (M - c), for columns that are not near; the train maximum M - c is kept to twice a float's
+  // precision, so that this is as accurate as x - M.
   Vector log_train(const Pair& pair) const {
-    const bool mixed = kScale == RunScale::kMixed;
-    const Vector y = mixed ? pair.scaled_train : pair.train;
-    const Vector sum = Simd::add(y, shift);
-    const Vector error = difference_error(y, Simd::sub(Simd::broadcast(0.0f), shift), sum);
-    Vector value = Simd::add(Simd::sub(sum, max_rollout), Simd::add(error, shift_low));
-    if constexpr (kScale == RunScale::kMixed) value = Simd::add(value, pair.product_error_train);
-    if constexpr (kScale == RunScale::kScaled) value = scaled(value);
-    return value;
+    if constexpr (kScale == RunScale::kMixed) {
+      const Vector value = Simd::sub(Simd::sub(pair.scaled_train, train_max), train_max_low);
+      return Simd::add(value, pair.product_error_train);
+    } else {
+      const Vector value = Simd::sub(Simd::sub(pair.train, train_max), train_max_low);
+      if constexpr (kScale == RunScale::kScaled) return scaled(value);
+      return value;
+    }
   }
 };
 
@@ -136,7 +150,8 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
   Vector near_mass = zero, near_first = zero, near_gap = zero;
   Vector far_mass = zero, far_first = zero, far_train = zero;
   Vector train_gap = zero, rollout_log = zero, train_log = zero;
-  out.violates = out.outside = out.non_finite = false;
+  Mask violates = Simd::none(), outside = Simd::none();
+  out.non_finite = false;
 
   int64_t column = 0;
   for (; column < args.count; column += Simd::kLanes) {
@@ -151,62 +166,69 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
     }
     const Pair pair = columns.template pair<kNeedsResidue<Rollout, Train>>(x, y);
     const Mask covered = Simd::less_equal(pair.log_weight, slack);
-    const Mask near_all = Simd::both(covered, Simd::less_equal(Simd::abs(pair.u), limit));
-    const Vector weight = Simd::exp(pair.log_weight);
-    if (__builtin_expect(Simd::all(near_all), 1)) {
-      const Vector gap = psi(pair.u);
+    const Vector distance = Simd::abs(pair.u);
+    const Mask near = Simd::both(covered, Simd::less_equal(distance, limit));
+    Mask weighs;
+    const Vector weight = Simd::exp(pair.log_weight, weighs);
+    const Vector moment = Simd::mul(weight, pair.u);
+    const Vector ratio = psi_over_u(pair.u);
+    if (Simd::all(near)) {
       near_mass = Simd::add(near_mass, weight);
-      near_first = Simd::fma(weight, pair.u, near_first);
-      near_gap = Simd::fma(weight, gap, near_gap);
+      near_first = Simd::add(near_first, moment);
+      near_gap = Simd::fma(moment, ratio, near_gap);
       if constexpr (kTrainGap) {
-        const Vector chi = Simd::fms(pair.u, pair.u, Simd::fma(gap, pair.u, gap));
-        train_gap = Simd::fma(weight, chi, train_gap);
+        // chi = u^2 - psi (1 + u) = u (u - (psi/u) (1 + u))
+        const Vector bent = Simd::sub(pair.u, Simd::fma(ratio, pair.u, ratio));
+        train_gap = Simd::fma(moment, bent, train_gap);
       }
       if constexpr (kEntropy) {
         rollout_log = Simd::fma(weight, pair.log_weight, rollout_log);
-        const Vector mass = Simd::mul(weight, Simd::add(Simd::sub(one, pair.u), gap));
+        const Vector mass = Simd::fma(moment, Simd::sub(ratio, one), weight);
         train_log = Simd::fma(mass, Simd::sub(pair.log_weight, pair.u), train_log);
       }
       continue;
     }
-    const Mask finite =
-        Simd::both(Simd::less(x, Simd::broadcast(kInf)), Simd::less(y, Simd::broadcast(kInf)));
-    if (!Simd::all(finite)) {
-      out.non_finite = true;
-      return args.count;
-    }
     const Vector log_train = columns.log_train(pair);
-    if (Simd::any(Simd::either(Simd::less(slack, pair.log_weight), Simd::less(slack, log_train)))) {
-      break;
+    const Vector infinite = Simd::broadcast(kInf);
+    if (!Simd::all(Simd::both(covered, Simd::less_equal(log_train, slack)))) {
+      out.non_finite = !Simd::all(Simd::both(Simd::less(x, infinite), Simd::less(y, infinite)));
+      if (out.non_finite) return args.count;
+      break;  // the frame does not cover this vector
     }
-    const Standing at(pair, pair.u);
-    out.violates |= Simd::any(Simd::but_not(at.in_rollout, at.in_train));
-    out.outside |= Simd::any(Simd::but_not(at.in_train, at.in_rollout));
-    const Vector mass = Simd::exp(log_train);
-    // Where an exponential underflowed its product is 0, whatever the other factor overflowed to.
-    const Mask weighs = Simd::less(zero, weight);
-    const Mask carries = Simd::less(zero, mass);
-    const Vector moment = Simd::zero_unless(weighs, Simd::mul(weight, pair.u));
-    const Vector gap = psi(pair.u);
-    near_mass = Simd::add_where(at.near, near_mass, weight);
-    near_first = Simd::add_where(at.near, near_first, moment);
-    near_gap = Simd::add_where(at.near, near_gap, Simd::mul(weight, gap));
-    const Mask far = Simd::but_not(at.both, at.near);
-    far_mass = Simd::add_where(Simd::but_not(at.in_rollout, at.near), far_mass, weight);
-    far_first = Simd::add_where(far, far_first, moment);
-    far_train = Simd::add_where(Simd::but_not(at.in_train, at.near), far_train, mass);
+    // From here every logit is finite or -inf. Where an exponential is 0 its product is 0, whatever
+    // the other factor is.
+    Mask carries;
+    const Vector mass = Simd::exp(log_train, carries);
+    const Mask far = Simd::but_not(covered, near);
+    Mask moves = Simd::both(far, Simd::less(distance, infinite));
+    if (!Simd::all(Simd::either(moves, near))) {
+      const Mask in_rollout = Simd::less(Simd::broadcast(-kInf), x);
+      const Mask in_train = Simd::less(Simd::broadcast(-kInf), y);
+      violates = Simd::either(violates, Simd::but_not(in_rollout, in_train));
+      outside = Simd::either(outside, Simd::but_not(in_train, in_rollout));
+      // A difference of two finite logits that overflowed does count.
+      moves = Simd::both(far, Simd::both(in_rollout, in_train));
+    }
+    near_mass = Simd::add_where(near, near_mass, weight);
+    near_first = Simd::add_where(near, near_first, moment);
+    near_gap = Simd::fma_where(near, moment, ratio, near_gap);
+    far_mass = Simd::add_where(far, far_mass, weight);
+    far_first = Simd::add_where(Simd::both(moves, weighs), far_first, moment);
+    far_train = Simd::add_where(far, far_train, mass);
     if constexpr (kTrainGap) {
-      const Vector chi = Simd::fms(pair.u, pair.u, Simd::fma(gap, pair.u, gap));
-      train_gap = Simd::add_where(at.near, train_gap, Simd::mul(weight, chi));
-      const Vector bend = Simd::zero_unless(carries, Simd::mul(mass, Simd::add(one, pair.u)));
+      const Vector bent = Simd::sub(pair.u, Simd::fma(ratio, pair.u, ratio));
+      train_gap = Simd::fma_where(near, moment, bent, train_gap);
+      const Vector bend =
+          Simd::zero_unless(Simd::both(moves, carries), Simd::fma(mass, pair.u, mass));
       train_gap = Simd::add_where(far, train_gap, Simd::sub(weight, bend));
-      train_gap = Simd::add_where(Simd::but_not(at.in_rollout, at.in_train), train_gap, weight);
     }
     if constexpr (kEntropy) {
-      rollout_log = Simd::add_where(weighs, rollout_log, Simd::mul(weight, pair.log_weight));
-      train_log = Simd::add_where(carries, train_log, Simd::mul(mass, log_train));
+      rollout_log = Simd::fma_where(weighs, weight, pair.log_weight, rollout_log);
+      train_log = Simd::fma_where(carries, mass, log_train, train_log);
     }
   }
+  out.violates = Simd::any(violates);
+  out.outside = Simd::any(outside);
   out.near_mass = Simd::sum(near_mass);
   out.near_first = Simd::sum(near_first);
   out.near_gap = Simd::sum(near_gap);

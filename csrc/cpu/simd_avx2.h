@@ -59,18 +59,23 @@ struct Simd {
   static Vector add_where(Mask mask, Vector sum, Vector value) {
     return _mm256_add_ps(sum, _mm256_and_ps(mask, value));
   }
+  static Vector fma_where(Mask mask, Vector a, Vector b, Vector sum) {
+    return _mm256_add_ps(sum, _mm256_and_ps(mask, _mm256_mul_ps(a, b)));
+  }
 
   static Mask less_equal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
   static Mask less(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
   static Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
   static Mask either(Mask a, Mask b) { return _mm256_or_ps(a, b); }
   static Mask but_not(Mask a, Mask b) { return _mm256_andnot_ps(b, a); }
+  static Mask none() { return _mm256_setzero_ps(); }
   static bool all(Mask mask) { return _mm256_movemask_ps(mask) == 0xff; }
   static bool any(Mask mask) { return _mm256_movemask_ps(mask) != 0; }
 
-  // exp(t), t <= 88: as on AVX-512, with the power of two built from its bits; 0 below -87.3.
-  static Vector exp(Vector t) {
-    const Mask alive = _mm256_cmp_ps(t, broadcast(-87.3f), _CMP_GT_OQ);
+  // exp(t), t <= 88: as on AVX-512, with the power of two built from its bits; 0, and not alive,
+  // below -87.3.
+  static Vector exp(Vector t, Mask& alive) {
+    alive = _mm256_cmp_ps(t, broadcast(-87.3f), _CMP_GT_OQ);
     t = _mm256_max_ps(t, broadcast(-87.3f));
     const Vector log2e = broadcast(1.44269504f);
     const Vector n =
@@ -85,6 +90,10 @@ struct Simd {
     const __m256i scale = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
     const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(series), scale);
     return _mm256_and_ps(alive, _mm256_castsi256_ps(scaled));
+  }
+  static Vector exp(Vector t) {
+    Mask alive;
+    return exp(t, alive);
   }
 
   static double sum(Vector value) {

@@ -67,9 +67,12 @@ struct Simd {
     return _mm512_mask_blend_ps(mask, no, yes);
   }
   static Vector zero_unless(Mask mask, Vector value) { return _mm512_maskz_mov_ps(mask, value); }
-  // sum where the mask is off, sum + value where it is on
+  // sum where the mask is off, sum + value (sum + a b) where it is on
   static Vector add_where(Mask mask, Vector sum, Vector value) {
     return _mm512_mask_add_ps(sum, mask, sum, value);
+  }
+  static Vector fma_where(Mask mask, Vector a, Vector b, Vector sum) {
+    return _mm512_mask3_fmadd_ps(a, b, sum, mask);
   }
 
   static Mask less_equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
@@ -77,13 +80,15 @@ struct Simd {
   static Mask both(Mask a, Mask b) { return a & b; }
   static Mask either(Mask a, Mask b) { return a | b; }
   static Mask but_not(Mask a, Mask b) { return Mask(a & ~b); }
+  static Mask none() { return 0; }
   static bool all(Mask mask) { return mask == 0xffff; }
   static bool any(Mask mask) { return mask != 0; }
 
   // exp(t), t <= 88, in 2^n times a degree-5 minimax of 2^f on |f| <= 1/2: relative error 7.5e-8 of
-  // the polynomial plus |t| 1.3e-8 of log2(e); 0 below -104, -inf included.
-  static Vector exp(Vector t) {
-    t = _mm512_max_ps(t, broadcast(-150.0f));
+  // the polynomial plus |t| 1.3e-8 of log2(e); 0, and not alive, below -150 (exp underflows at
+  // -104).
+  static Vector exp(Vector t, Mask& alive) {
+    alive = _mm512_cmp_ps_mask(t, broadcast(-150.0f), _CMP_GT_OQ);
     const Vector log2e = broadcast(1.44269504f);
     const Vector n = _mm512_roundscale_ps(_mm512_mul_ps(t, log2e),
                                           _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -94,7 +99,11 @@ struct Simd {
     series = fma(series, f, broadcast(0.240221198f));
     series = fma(series, f, broadcast(0.693146967f));
     series = fma(series, f, broadcast(1.00000007f));
-    return _mm512_scalef_ps(series, n);
+    return _mm512_maskz_scalef_ps(alive, series, n);
+  }
+  static Vector exp(Vector t) {
+    Mask alive;
+    return exp(t, alive);
   }
 
   static double sum(Vector value) {

@@ -56,12 +56,16 @@ struct Simd {
   static Vector add_where(Mask mask, Vector sum, Vector value) {
     return sum + zero_unless(mask, value);
   }
+  static Vector fma_where(Mask mask, Vector a, Vector b, Vector sum) {
+    return sum + zero_unless(mask, a * b);
+  }
 
   static Mask less_equal(Vector a, Vector b) { return a <= b; }
   static Mask less(Vector a, Vector b) { return a < b; }
   static Mask both(Mask a, Mask b) { return a & b; }
   static Mask either(Mask a, Mask b) { return a | b; }
   static Mask but_not(Mask a, Mask b) { return a & ~b; }
+  static Mask none() { return Mask{}; }
   static bool all(Mask mask) { return !any(~mask); }
   static bool any(Mask mask) {
     uint64_t words[4];
@@ -70,9 +74,10 @@ struct Simd {
   }
 
   // exp(t), t <= 88: the polynomial of the other sets; log2(e) in two parts, the first short enough
-  // for an exact product with an exponent, in place of a fused multiply. 0 below -87.3.
-  static Vector exp(Vector t) {
-    const Mask alive = t > broadcast(-87.3f);
+  // for an exact product with an exponent, in place of a fused multiply. 0, and not alive, below
+  // -87.3.
+  static Vector exp(Vector t, Mask& alive) {
+    alive = t > broadcast(-87.3f);
     t = alive ? t : broadcast(-87.3f);
     const Vector rounder = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const Vector n = (t * 1.44269504f + rounder) - rounder;
@@ -86,6 +91,10 @@ struct Simd {
     series = series * f + 1.00000007f;
     const Mask scale = __builtin_convertvector(n, Mask) << 23;
     return Vector(alive & (Mask(series) + scale));
+  }
+  static Vector exp(Vector t) {
+    Mask alive;
+    return exp(t, alive);
   }
 
   static double sum(Vector value) {
