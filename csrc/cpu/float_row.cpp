@@ -9,9 +9,9 @@
 namespace trm::cpu::float_row {
 namespace {
 
-constexpr int64_t kRunColumns = 8192;  // 512 additions per AVX-512 lane between flushes
-constexpr int64_t kLookColumns = 256;  // maxima of so many columns make a frame
-constexpr float kSlack = 4.0f;         // e^4: how far a logit may stand above its frame
+constexpr int64_t kRunColumns = 8192;   // 512 additions per AVX-512 lane between flushes
+constexpr int64_t kLookColumns = 1024;  // maxima of so many columns make a frame
+constexpr float kSlack = 1.0f;  // how far a logit may stand above its frame, see frame_slack()
 // Beyond this a difference of two logits may not be representable: such rows take doubles.
 constexpr float kLargest = 1.6e38f;
 

@@ -110,6 +110,19 @@ class TestValues:
         got = trm.token_divergence(x, y).kl.double()
         torch.testing.assert_close(got, exact_kl(x, y), rtol=KL_RTOL, atol=0)
 
+    @pytest.mark.parametrize("lead", (0.5, 2.0, 3.5))
+    def test_a_late_heavy_token_with_another_log_ratio(self, capability, lead):
+        # As real quantised engines have it: the heaviest token comes late, `lead` nats above what
+        # was seen before, and its log-ratio differs from theirs by half a nat. A frame that lags
+        # behind would cost digits: G/S is many times the KL.
+        generator = torch.Generator().manual_seed(5)
+        x = torch.randn(24, 8000, generator=generator) * 3
+        y = x - 0.3 * torch.randn(24, 8000, generator=generator)
+        x[:, 10], y[:, 10] = 21.2, 21.2 - 0.04
+        x[:, 7000], y[:, 7000] = 21.2 + lead, 21.2 + lead - 0.576
+        got = trm.token_divergence(x, y).kl.double()
+        torch.testing.assert_close(got, exact_kl(x, y), rtol=KL_RTOL, atol=0)
+
     @pytest.mark.parametrize("cut", (0.1, 0.9, 0.999))
     def test_truncated_rollouts_and_late_support(self, capability, cut):
         x, y = base_rows("flat", 2, 20011, 8), base_rows("flat", 2, 20011, 9)
@@ -203,6 +216,14 @@ class TestTemperature:
         for grad, want in zip(grads, wants, strict=True):
             error = float((grad.double() - want).norm() / want.norm())
             assert error <= GRADIENT_RTOL + torch.finfo(dtype).eps / 2
+
+    @pytest.mark.parametrize("temperature", (0.6, 0.7, 1.3))
+    def test_the_same_logits_at_the_same_temperature_have_no_divergence(self, temperature):
+        x = torch.randn(3, 500) * 5
+        same = {"rollout_temperature": temperature, "train_temperature": temperature}
+        assert torch.equal(trm.token_divergence(x, x.clone(), **same).kl, torch.zeros(3))
+        # One side forgotten: nats of divergence, not rounding.
+        assert trm.token_divergence(x, x.clone(), rollout_temperature=temperature).kl.min() > 1e-3
 
     @pytest.mark.parametrize("bad", (0.0, -1.0, NAN, INF))
     def test_bad_numbers(self, bad):

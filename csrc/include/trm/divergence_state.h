@@ -241,11 +241,12 @@ TRM_INLINE void move_to(DivergenceState<Real>& s, Frame<Real> frame) {
   s.far_train *= k_train;
 }
 
-// How far a logit may exceed its lane's frame before the lane moves: e^4 is harmless in any format,
-// and moves become rare.
+// How far a logit may exceed its lane's frame before the lane moves. Not a matter of overflow: c
+// must stay the difference of the heaviest tokens' logits. A frame that lags by s nats makes
+// G/S up to e^s / p_max times the KL it is part of, and that many times the rounding.
 template <typename Real>
 TRM_INLINE constexpr Real frame_slack() {
-  return Real(4);
+  return Real(1);
 }
 
 // Adds a column to a state that follows its own running maxima: the streaming form of a lane.
