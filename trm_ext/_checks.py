@@ -95,3 +95,12 @@ def check_threshold(name: str, value: object) -> float:
     if math.isnan(value) or value < 0:
         raise ValueError(f"{name} must be >= 0, got {value}")
     return float(value)
+
+
+def floating(name: str, values: object) -> Tensor:
+    """A floating-point tensor, in float32 or better."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(values).__name__}")
+    if not values.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {values.dtype}")
+    return values if values.dtype == torch.float64 else values.float()

@@ -43,7 +43,7 @@ class SequenceAudit:
         mean_kl: mean exact KL.
         sum_kl: total exact KL.
         keep: True when the sequence stays in the gradient.
-        reason: ``kept``, ``max_kl``, ``non_finite`` or ``empty`` (which is kept).
+        reason: ``kept``, ``max_kl``, ``non_finite`` (NaN), ``support`` (+inf) or ``empty`` (kept).
         max_abs_log_rho: largest abs log_ratio of the sampled token.
         log_rho_position: where that is.
         mean_k3: mean k3 of the sampled token.

@@ -1,32 +1,611 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2: from per-token divergences to a verdict per sequence."""
+"""Stage 2: from per-token divergences to a verdict per sequence.
+
+One policy for values that are not finite, whichever criterion reads them, at tokens that count:
+
+* NaN is missing evidence and rejects its sequence: NON_FINITE in a divergence, UNSCORED in a
+  sampled log-ratio (an engine that reported no log-prob).
+* An infinity is evidence of policies that cannot agree and rejects its sequence: SUPPORT.
+* Nothing at a token that does not count is ever used.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trm_ext import _checks
-from trm_ext.divergence import token_divergence
+from trm_ext import _checks, _sequences, estimators
+from trm_ext.divergence import TokenDivergence, token_divergence
 from trm_ext.layout import SequenceLayout
 
-__all__ = ["Reason", "SequenceVerdict", "max_kl_verdict", "trust_region_mask"]
+__all__ = [
+    "Criterion",
+    "GeoRatioBand",
+    "LengthNormalized",
+    "MaxDivergence",
+    "MeanDivergence",
+    "QuantileDivergence",
+    "Reason",
+    "SequenceRatioBand",
+    "SequenceVerdict",
+    "SumDivergence",
+    "TokenDivergenceLimit",
+    "TokenRatioBand",
+    "criteria_from_json",
+    "criteria_to_json",
+    "max_kl_verdict",
+    "parse_criteria",
+    "trust_region_mask",
+    "verdict",
+]
 
 
 class Reason(IntEnum):
     """Why a sequence was kept or masked.
 
-    KEPT and EMPTY sequences stay; MAX_KL was beyond the threshold; NON_FINITE had a NaN (missing
-    evidence) or +inf (support violation) at a token that counts.
+    KEPT and EMPTY sequences (no token counts) stay. NON_FINITE, UNSCORED and SUPPORT are the
+    policy for values that are not finite. Every other name is the kind of the first criterion that
+    failed; MAX_KL is the max criterion on the exact KL, MAX on another quantity. TOKENS: criteria
+    that mask tokens left none.
     """
 
     KEPT = 0
     MAX_KL = 1
     NON_FINITE = 2
     EMPTY = 3
+    SUPPORT = 4
+    UNSCORED = 5
+    MAX = 6
+    MEAN = 7
+    SUM = 8
+    QUANTILE = 9
+    GEO_RATIO = 10
+    SEQ_RATIO = 11
+    LN_TRM = 12
+    TOKENS = 13
+
+
+class Evidence(NamedTuple):
+    """Per-token values that criteria look up by name."""
+
+    divergence: dict[str, Tensor]
+    log_ratio: Tensor | None
+    layout: SequenceLayout
+
+    def values(self, quantity: str) -> Tensor:
+        """The per-token values of a quantity, shaped like the tokens."""
+        if quantity in self.divergence:
+            return self.divergence[quantity]
+        if quantity in estimators.FROM_LOG_RATIO:
+            return estimators.FROM_LOG_RATIO[quantity](self.ratio(quantity))
+        if quantity in estimators.FROM_LOGPS:
+            if {"logp_train", "logp_rollout"} <= self.divergence.keys():
+                return estimators.FROM_LOGPS[quantity](
+                    self.divergence["logp_train"], self.divergence["logp_rollout"]
+                )
+            raise ValueError(f"{quantity} needs logp_train and logp_rollout in divergence")
+        known = ", ".join([*self.divergence, *estimators.FROM_LOG_RATIO, *estimators.FROM_LOGPS])
+        raise ValueError(f"no per-token values of {quantity!r}; there are {known}")
+
+    def ratio(self, wanted_by: str) -> Tensor:
+        """The log-ratio of the sampled tokens."""
+        if self.log_ratio is None:
+            raise ValueError(f"{wanted_by} needs log_ratio")
+        return self.log_ratio
+
+
+class Finding(NamedTuple):
+    """What one criterion found: statistic ``[B]`` float64, failed ``[B]``, position ``[B]``.
+
+    Criteria that mask tokens also say which tokens pass.
+    """
+
+    statistic: Tensor
+    failed: Tensor
+    position: Tensor
+    tokens: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """Base of the criteria. A criterion is its string: ``parse_criteria(str(c)) == (c,)``."""
+
+    reason: ClassVar[Reason]
+
+    def judge(self, evidence: Evidence) -> Finding:
+        """The statistic of each sequence, and whether it is beyond the limit."""
+        raise NotImplementedError
+
+    @property
+    def code(self) -> Reason:
+        """What a verdict says about a sequence that fails this criterion."""
+        return self.reason
+
+    def sampled(self, evidence: Evidence) -> bool:
+        """Whether it reads the log-ratio of the sampled token."""
+        quantity = getattr(self, "quantity", None)
+        return quantity is None or quantity not in evidence.divergence
+
+    def read(self, evidence: Evidence) -> Tensor:
+        """The per-token values that must be finite."""
+        if self.sampled(evidence):
+            return evidence.ratio(str(self))
+        return evidence.values(getattr(self, "quantity", ""))
+
+
+@dataclass(frozen=True)
+class _Limit(Criterion):
+    """``statistic of quantity <= limit``."""
+
+    quantity: str
+    limit: float
+    prefix: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        _check_quantity(self.quantity)
+        object.__setattr__(self, "limit", _checks.check_threshold(self.name, self.limit))
+
+    def __str__(self) -> str:
+        return f"{self.name}<={self.limit!r}"
+
+    @property
+    def name(self) -> str:
+        """The statistic as criteria spell it, such as ``max_kl``."""
+        return f"{self.prefix}_{self.quantity}"
+
+
+@dataclass(frozen=True)
+class MaxDivergence(_Limit):
+    """TRM: the largest value of a quantity over the sequence's tokens is at most ``limit``.
+
+    Attributes:
+        quantity: ``kl`` or another per-token quantity.
+        limit: inclusive, >= 0, in the quantity's unit.
+
+    >>> str(MaxDivergence("kl", 0.02))
+    'max_kl<=0.02'
+    """
+
+    reason: ClassVar[Reason] = Reason.MAX
+    prefix: ClassVar[str] = "max"
+
+    @property
+    def code(self) -> Reason:
+        """MAX_KL for the exact KL."""
+        return Reason.MAX_KL if self.quantity == "kl" else Reason.MAX
+
+    def judge(self, evidence: Evidence) -> Finding:
+        """Max over counted tokens, where it is."""
+        found = _sequences.reduce_tokens(evidence.values(self.quantity), evidence.layout)
+        return _upper(found.largest.double(), self.limit, found.position)
+
+
+@dataclass(frozen=True)
+class MeanDivergence(_Limit):
+    """TRM-Avg: the mean of a quantity over the sequence's tokens is at most ``limit``.
+
+    ``mean_ratio_gap`` is SER. The position is that of the largest value.
+
+    Attributes:
+        quantity: ``kl`` or another per-token quantity.
+        limit: inclusive, >= 0, in the quantity's unit.
+
+    >>> parse_criteria("ser<=0.05") == (MeanDivergence("ratio_gap", 0.05),)
+    True
+    """
+
+    reason: ClassVar[Reason] = Reason.MEAN
+    prefix: ClassVar[str] = "mean"
+
+    def judge(self, evidence: Evidence) -> Finding:
+        """Mean over counted tokens."""
+        found = _sequences.reduce_tokens(evidence.values(self.quantity), evidence.layout)
+        return _upper(found.total / found.tokens.clamp(min=1), self.limit, found.position)
+
+
+@dataclass(frozen=True)
+class SumDivergence(_Limit):
+    """The sum of a quantity over the sequence's tokens is at most ``limit``: sequence KL for kl.
+
+    Attributes:
+        quantity: ``kl`` or another per-token quantity.
+        limit: inclusive, >= 0, in the quantity's unit.
+
+    >>> str(SumDivergence("k3", 1.5))
+    'sum_k3<=1.5'
+    """
+
+    reason: ClassVar[Reason] = Reason.SUM
+    prefix: ClassVar[str] = "sum"
+
+    def judge(self, evidence: Evidence) -> Finding:
+        """Sum over counted tokens."""
+        found = _sequences.reduce_tokens(evidence.values(self.quantity), evidence.layout)
+        return _upper(found.total, self.limit, found.position)
+
+
+@dataclass(frozen=True)
+class QuantileDivergence(_Limit):
+    """A quantile of a quantity over the sequence's tokens is at most ``limit``.
+
+    The quantile is the smallest value that at least a share ``level`` of the tokens do not exceed
+    (nearest rank): isolated tokens, such as flipped expert routes, do not decide.
+
+    Attributes:
+        quantity: ``kl`` or another per-token quantity.
+        limit: inclusive, >= 0, in the quantity's unit.
+        level: in (0, 1].
+
+    >>> str(QuantileDivergence("kl", 0.02, 0.99))
+    'q0.99_kl<=0.02'
+    """
+
+    level: float
+    reason: ClassVar[Reason] = Reason.QUANTILE
+
+    def __post_init__(self) -> None:
+        if not 0 < self.level <= 1:
+            raise ValueError(f"level must be in (0, 1], got {self.level}")
+        super().__post_init__()
+
+    @property
+    def name(self) -> str:
+        """The statistic as criteria spell it, such as ``q0.99_kl``."""
+        return f"q{self.level!r}_{self.quantity}"
+
+    def judge(self, evidence: Evidence) -> Finding:
+        """Nearest-rank quantile; the position is that of the largest value."""
+        values = evidence.values(self.quantity)
+        found = _sequences.reduce_tokens(values, evidence.layout)
+        level = _sequences.quantile(values, evidence.layout, self.level)
+        return _upper(level.double(), self.limit, found.position)
+
+
+@dataclass(frozen=True)
+class TokenDivergenceLimit(_Limit):
+    """Masks the tokens at which a quantity exceeds ``limit``; their sequence stays.
+
+    Attributes:
+        quantity: ``kl`` or another per-token quantity.
+        limit: inclusive, >= 0, in the quantity's unit.
+
+    >>> str(TokenDivergenceLimit("kl", 0.1))
+    'token_kl<=0.1'
+    """
+
+    reason: ClassVar[Reason] = Reason.TOKENS
+    prefix: ClassVar[str] = "token"
+
+    def judge(self, evidence: Evidence) -> Finding:
+        """The statistic is the share of counted tokens that pass."""
+        values = evidence.values(self.quantity)
+        return _per_token(values, values.double() <= self.limit, evidence.layout)
+
+
+@dataclass(frozen=True)
+class _Band(Criterion):
+    """``low <= ratio <= high`` with both ends inclusive, judged on logarithms."""
+
+    low: float = 0.0
+    high: float = math.inf
+    ratio: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        low, high = check_band(self.ratio, (self.low, self.high))
+        object.__setattr__(self, "low", low)
+        object.__setattr__(self, "high", high)
+
+    def __str__(self) -> str:
+        return f"{self.low!r}<={self.ratio}<={self.high!r}"
+
+    def inside(self, log_values: Tensor) -> Tensor:
+        """Whether the ratios with these logarithms are in the band."""
+        return inside_band(log_values, (self.low, self.high))
+
+
+@dataclass(frozen=True)
+class GeoRatioBand(_Band):
+    """Geo-Mask: ``low <= (Π rho_t)^(1/T) <= high``, T the number of counted tokens.
+
+    The statistic in a verdict is its logarithm, the mean log-ratio. Opposite deviations cancel:
+    ratios 100 and 0.01 have geometric mean 1.
+
+    Attributes:
+        low: >= 0; 0 for no lower end.
+        high: >= low; inf for no upper end.
+
+    >>> str(GeoRatioBand(0.999, 1.001))
+    '0.999<=geo_ratio<=1.001'
+    """
+
+    reason: ClassVar[Reason] = Reason.GEO_RATIO
+    ratio: ClassVar[str] = "geo_ratio"
+
+    def judge(self, evidence: Evidence) -> Finding:
+        """Mean log-ratio; the position is that of the largest |log_ratio|."""
+        return _ratio_of_sequences(self, evidence, mean=True)
+
+
+@dataclass(frozen=True)
+class SequenceRatioBand(_Band):
+    """Seq-MIS: ``low <= Π rho_t <= high``. The statistic in a verdict is its logarithm.
+
+    At a constant drift per token the product leaves any band with length.
+
+    Attributes:
+        low: >= 0; 0 for no lower end.
+        high: >= low; inf for no upper end.
+
+    >>> parse_criteria("seq_ratio<=5") == (SequenceRatioBand(high=5.0),)
+    True
+    """
+
+    reason: ClassVar[Reason] = Reason.SEQ_RATIO
+    ratio: ClassVar[str] = "seq_ratio"
+
+    def judge(self, evidence: Evidence) -> Finding:
+        """Sum of log-ratios; the position is that of the largest |log_ratio|."""
+        return _ratio_of_sequences(self, evidence, mean=False)
+
+
+@dataclass(frozen=True)
+class TokenRatioBand(_Band):
+    """Token mask, IcePop: masks the tokens with rho_t outside ``low .. high``; the sequence stays.
+
+    Attributes:
+        low: >= 0; 0 for no lower end.
+        high: >= low; inf for no upper end.
+
+    >>> str(TokenRatioBand(0.5, 5.0))
+    '0.5<=token_ratio<=5.0'
+    """
+
+    reason: ClassVar[Reason] = Reason.TOKENS
+    ratio: ClassVar[str] = "token_ratio"
+
+    def judge(self, evidence: Evidence) -> Finding:
+        """The statistic is the share of counted tokens that pass."""
+        values = evidence.ratio(str(self))
+        return _per_token(values.abs(), self.inside(values), evidence.layout)
+
+
+@dataclass(frozen=True)
+class LengthNormalized(Criterion):
+    """LN-TRM: ``Σ_t |rho_t - 1| w_t / Σ_t w_t <= limit``, weights by how much is still to come.
+
+    ``w_t = min(1, n_t max_tv, sqrt(n_t max_kl / 2))``, n_t the number of counted tokens after t:
+    ``Σ_t |rho_t - 1| w_t`` bounds the error that the sequence contributes when every context keeps
+    to max_kl and max_tv. The last token has weight 0, so a sequence of one token scores 0.
+
+    Attributes:
+        limit: inclusive, >= 0.
+        max_kl: the KL(rollout||train) that contexts keep to, nats, > 0.
+        max_tv: the total variation they keep to, > 0; None takes Pinsker's sqrt(max_kl / 2).
+
+    >>> str(LengthNormalized(0.05, max_kl=0.01))
+    'ln_trm(max_kl=0.01)<=0.05'
+    """
+
+    limit: float
+    max_kl: float
+    max_tv: float | None = None
+    reason: ClassVar[Reason] = Reason.LN_TRM
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "limit", _checks.check_threshold("ln_trm", self.limit))
+        for name in ("max_kl", "max_tv"):
+            value = getattr(self, name)
+            if value is None and name == "max_tv":
+                continue
+            if not _checks.check_threshold(f"{name} of ln_trm", value) > 0:
+                raise ValueError(f"{name} of ln_trm must be > 0, got {value}")
+            object.__setattr__(self, name, float(value))
+
+    def __str__(self) -> str:
+        tv = "" if self.max_tv is None else f",max_tv={self.max_tv!r}"
+        return f"ln_trm(max_kl={self.max_kl!r}{tv})<={self.limit!r}"
+
+    def judge(self, evidence: Evidence) -> Finding:
+        """The weighted mean; the position is that of the largest term."""
+        layout = evidence.layout
+        gap = estimators.ratio_gap(evidence.ratio(str(self))).double()
+        after = _sequences.tokens_after(layout).double()
+        max_tv = math.sqrt(self.max_kl / 2) if self.max_tv is None else self.max_tv
+        weight = torch.minimum(after * max_tv, (after * (self.max_kl / 2)).sqrt()).clamp(max=1)
+        score = _sequences.reduce_tokens(gap * weight, layout)
+        total = _sequences.reduce_tokens(weight, layout).total
+        mean = score.total / torch.where(total > 0, total, 1.0)
+        return _upper(mean, self.limit, score.position)
+
+
+_LIMITS = (MaxDivergence, MeanDivergence, SumDivergence, TokenDivergenceLimit)
+_BANDS = (GeoRatioBand, SequenceRatioBand, TokenRatioBand)
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|inf|nan)"
+_FORM = re.compile(
+    rf"(?:(?P<low>{_NUMBER})<=)?(?P<name>[A-Za-z][\w.]*)(?:\((?P<options>[^)]*)\))?"
+    rf"(?:(?P<sign><=|>=)(?P<high>{_NUMBER}))?"
+)
+_EXAMPLES = (
+    "max_kl<=0.02, mean_k3<=0.001, sum_kl<=1, q0.99_kl<=0.02, token_kl<=0.1, "
+    "0.999<=geo_ratio<=1.001, seq_ratio<=5, 0.5<=token_ratio<=5, ser<=0.05, "
+    "ln_trm(max_kl=0.01)<=0.05"
+)
+
+
+def parse_criteria(text: str) -> tuple[Criterion, ...]:
+    """Criteria from a string, joined by ``&``: a sequence must pass all of them.
+
+    Forms: ``max_Q<=x``, ``mean_Q<=x``, ``sum_Q<=x``, ``q0.99_Q<=x`` and ``token_Q<=x`` of a
+    per-token quantity Q (a field of TokenDivergence, a key of your dict, or one of k1, k2, k3,
+    abs_log_ratio, ratio_gap, binary_kl, binary_tv); ``a<=R<=b``, ``R<=b``, ``R>=a`` of a ratio R in
+    geo_ratio, seq_ratio, token_ratio; ``ser<=x``; ``ln_trm(max_kl=d,max_tv=e)<=x``.
+
+    Args:
+        text: the criteria; spaces are ignored.
+
+    Returns:
+        A tuple of criteria. ``" & ".join(map(str, result))`` gives them back exactly.
+
+    Raises:
+        ValueError: a form that is none of these, or a threshold out of range.
+
+    Source:
+        Trust Region Masking, arXiv 2512.23075, and the masks of RL frameworks.
+
+    >>> parse_criteria("max_kl<=0.05 & 0.999<=geo_ratio<=1.001")
+    (MaxDivergence(quantity='kl', limit=0.05), GeoRatioBand(low=0.999, high=1.001))
+    """
+    return tuple(_parse_one(part) for part in text.split("&"))
+
+
+def _parse_one(text: str) -> Criterion:
+    compact = re.sub(r"\s", "", text)
+    form = _FORM.fullmatch(compact)
+    if form is None or (form["low"] is None and form["high"] is None):
+        raise ValueError(f"cannot read criterion {text.strip()!r}; examples: {_EXAMPLES}")
+    name, sign = form["name"], form["sign"]
+    low = None if form["low"] is None else float(form["low"])
+    high = None if form["high"] is None else float(form["high"])
+    for band in _BANDS:
+        if (
+            name == band.ratio
+            and form["options"] is None
+            and not (sign == ">=" and low is not None)
+        ):
+            if sign == ">=":
+                low, high = high, None
+            return band(0.0 if low is None else low, math.inf if high is None else high)
+    if low is None and high is not None and sign == "<=":
+        if name == "ln_trm":
+            return LengthNormalized(high, **_options(text, form["options"]))
+        if form["options"] is None:
+            if name == "ser":
+                return MeanDivergence("ratio_gap", high)
+            for limit in _LIMITS:
+                if name.startswith(limit.prefix + "_"):
+                    return limit(name[len(limit.prefix) + 1 :], high)
+            if quantile := re.fullmatch(r"q(\d*\.?\d+)_(\w+)", name):
+                return QuantileDivergence(quantile[2], high, float(quantile[1]))
+    raise ValueError(f"cannot read criterion {text.strip()!r}; examples: {_EXAMPLES}")
+
+
+def _options(text: str, options: str | None) -> dict[str, float]:
+    found = dict(part.split("=", 1) for part in (options or "").split(",") if "=" in part)
+    if not {"max_kl"} <= found.keys() <= {"max_kl", "max_tv"}:
+        raise ValueError(f"ln_trm takes max_kl and optionally max_tv, got {text.strip()!r}")
+    try:
+        return {name: float(value) for name, value in found.items()}
+    except ValueError:
+        raise ValueError(f"ln_trm takes numbers, got {text.strip()!r}") from None
+
+
+def criteria_to_json(criteria: str | Criterion | Iterable[str | Criterion]) -> str:
+    """Criteria as a JSON list of their strings.
+
+    Args:
+        criteria: as :func:`verdict` takes them.
+
+    Returns:
+        JSON that :func:`criteria_from_json` gives back exactly.
+
+    Raises:
+        ValueError: no criterion, or one that cannot be read.
+
+    >>> criteria_to_json("max_kl<=0.02&ser<=0.1")
+    '["max_kl<=0.02", "mean_ratio_gap<=0.1"]'
+    """
+    return json.dumps([str(criterion) for criterion in as_criteria(criteria)])
+
+
+def criteria_from_json(text: str) -> tuple[Criterion, ...]:
+    """Criteria from a JSON list of strings.
+
+    Args:
+        text: what :func:`criteria_to_json` returned.
+
+    Returns:
+        The criteria, equal to those that were written.
+
+    Raises:
+        ValueError: not a JSON list of criteria, or an empty one.
+
+    >>> criteria_from_json('["max_kl<=0.02"]')
+    (MaxDivergence(quantity='kl', limit=0.02),)
+    """
+    found = json.loads(text)
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        raise ValueError(f"criteria in JSON are a list of strings, got {text}")
+    return as_criteria(found)
+
+
+def as_criteria(criteria: str | Criterion | Iterable[str | Criterion]) -> tuple[Criterion, ...]:
+    """A tuple of criteria from whatever a caller wrote."""
+    if isinstance(criteria, (str, Criterion)):
+        criteria = (criteria,)
+    found: list[Criterion] = []
+    for entry in criteria:
+        if isinstance(entry, Criterion):
+            found.append(entry)
+        elif isinstance(entry, str):
+            found.extend(parse_criteria(entry))
+        else:
+            raise TypeError(f"a criterion is a Criterion or a string, got {type(entry).__name__}")
+    if not found:
+        raise ValueError("criteria is empty: name at least one, such as max_kl<=0.02")
+    return tuple(found)
+
+
+def check_band(name: str, band: Sequence[float]) -> tuple[float, float]:
+    """A band is ``0 <= low <= high`` with high > 0."""
+    low, high = (_checks.check_threshold(f"{name} bound", bound) for bound in band)
+    if high <= 0:
+        raise ValueError(f"{name} upper bound must be > 0, got {high}")
+    if low > high:
+        raise ValueError(f"{name} lower bound {low} exceeds its upper bound {high}")
+    return low, high
+
+
+def inside_band(log_values: Tensor, band: tuple[float, float]) -> Tensor:
+    """Whether exp(log_values) is in a band, inclusive.
+
+    Compared in the dtype of the logarithms: a ratio that is the bound has its logarithm rounded
+    like the bound's.
+    """
+    log_low = -math.inf if band[0] == 0 else math.log(band[0])
+    return (log_values >= log_low) & (log_values <= math.log(band[1]))
+
+
+def _check_quantity(quantity: str) -> None:
+    if not isinstance(quantity, str) or not re.fullmatch(r"[A-Za-z]\w*", quantity):
+        raise ValueError(f"a quantity is a name such as kl or k3, got {quantity!r}")
+
+
+def _upper(statistic: Tensor, limit: float, position: Tensor) -> Finding:
+    return Finding(statistic, ~(statistic <= limit), position)
+
+
+def _ratio_of_sequences(band: _Band, evidence: Evidence, *, mean: bool) -> Finding:
+    values = evidence.ratio(str(band))
+    found = _sequences.reduce_tokens(values, evidence.layout)
+    largest = _sequences.reduce_tokens(values.abs(), evidence.layout)
+    statistic = found.total / found.tokens.clamp(min=1) if mean else found.total
+    inside = band.inside(statistic.to(values.dtype))
+    return Finding(statistic, ~inside, largest.position)
+
+
+def _per_token(values: Tensor, passes: Tensor, layout: SequenceLayout) -> Finding:
+    passed = _sequences.reduce_tokens(passes.float(), layout)
+    position = _sequences.reduce_tokens(values, layout).position
+    share = passed.total / passed.tokens.clamp(min=1)
+    return Finding(share, torch.zeros_like(share, dtype=torch.bool), position, passes)
 
 
 class SequenceVerdict(NamedTuple):
@@ -35,12 +614,16 @@ class SequenceVerdict(NamedTuple):
     Attributes:
         keep: ``[B]`` bool, True for sequences that stay in the gradient.
         reason: ``[B]`` int64 codes of :class:`Reason`.
-        position: ``[B]`` int64, the worst token as an index on its sequence's own token axis (the
-            first one on ties; a non-finite token is worse than any finite one); -1 if none counts.
-        max_kl: ``[B]`` nats; NaN if any counted token is NaN, 0 for an empty sequence.
-        mean_kl: ``[B]`` nats over counted tokens; 0 for an empty sequence.
+        position: ``[B]`` int64, the deciding token as an index on its sequence's own token axis:
+            the first value that is not finite, else the worst token (the first on ties) of the
+            first criterion that failed, or of the first criterion; -1 if no token counts.
+        max_kl: ``[B]`` nats; NaN if any counted token is NaN or no exact KL was given, 0 for an
+            empty sequence.
+        mean_kl: ``[B]`` nats over counted tokens; likewise.
         sum_kl: ``[B]`` nats: the sequence's contribution to the total KL.
-        token_keep: bool, shaped like the tokens: counted tokens of kept sequences.
+        token_keep: bool, shaped like the tokens: tokens that stay in the gradient.
+        statistics: ``[C, B]`` float64, one row per criterion; logarithms for ratio bands.
+        failed: ``[C, B]`` bool, one row per criterion.
     """
 
     keep: Tensor
@@ -50,9 +633,168 @@ class SequenceVerdict(NamedTuple):
     mean_kl: Tensor
     sum_kl: Tensor
     token_keep: Tensor
+    statistics: Tensor
+    failed: Tensor
+
+    def metrics(self, *, sync: bool = False) -> dict[str, Tensor | float]:
+        """Acceptance overall and by reason, as ``trm/...`` keys.
+
+        Shares are of the sequences that are not empty; NaN where there is none.
+
+        Args:
+            sync: True returns Python floats, which waits for the device once.
+
+        Returns:
+            A dict of 0-d float64 tensors, or of floats.
+
+        >>> layout = SequenceLayout.from_lengths([1, 1])
+        >>> found = max_kl_verdict(torch.tensor([0.0, 1.0]), layout, max_kl=0.1)
+        >>> found.metrics(sync=True)["trm/rejected/max_kl"]
+        0.5
+        """
+        some = (self.reason != int(Reason.EMPTY)).sum().double()
+        found: dict[str, Tensor] = {
+            "trm/sequences": some,
+            "trm/sequences_kept": (self.reason == int(Reason.KEPT)).sum().double(),
+        }
+        found["trm/accepted"] = found["trm/sequences_kept"] / some
+        found["trm/all_rejected"] = ((some > 0) & (found["trm/sequences_kept"] == 0)).double()
+        for reason in Reason:
+            if reason not in (Reason.KEPT, Reason.EMPTY):
+                share = (self.reason == int(reason)).sum().double() / some
+                found[f"trm/rejected/{reason.name.lower()}"] = share
+        return as_floats(found) if sync else dict(found)
+
+
+def as_floats(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    """0-d tensors as Python floats, with one transfer from the device."""
+    tensors = {name: v for name, v in metrics.items() if isinstance(v, Tensor)}
+    if not tensors:
+        return dict(metrics)
+    moved = torch.stack([value.double() for value in tensors.values()]).tolist()
+    return {**metrics, **dict(zip(tensors, moved, strict=True))}
 
 
 @torch.no_grad()
+def verdict(
+    criteria: str | Criterion | Iterable[str | Criterion],
+    layout: SequenceLayout,
+    *,
+    divergence: TokenDivergence | Mapping[str, Tensor] | None = None,
+    log_ratio: Tensor | None = None,
+) -> SequenceVerdict:
+    """Judges every sequence by criteria that it must all pass, from values that are already there.
+
+    ``keep_b = [all criteria hold on the counted tokens of b]``; limits are inclusive. NaN at a
+    counted token that a criterion reads rejects its sequence (NON_FINITE in a divergence, UNSCORED
+    in a log-ratio), an infinity does too (SUPPORT); a sequence without counted tokens stays
+    (EMPTY). A criterion always sees all counted tokens, also those that another one masks; in a
+    layout of pieces it sees what the layout holds. Values at tokens that do not count are never
+    used, whatever they are.
+
+    Args:
+        criteria: a string as :func:`parse_criteria` reads it, a criterion, or several of either.
+        layout: which tokens belong to which sequence, and which count.
+        divergence: per-token values shaped like the layout's tokens: a TokenDivergence, or a dict
+            by quantity, floating point. ``logp_train`` and ``logp_rollout`` serve binary_kl and
+            binary_tv, and the log-ratio where it is not given.
+        log_ratio: logp_train - logp_rollout of the sampled tokens, nats, shaped like the tokens.
+
+    Returns:
+        A :class:`SequenceVerdict`; max_kl, mean_kl and sum_kl have the dtype of the given ``kl``,
+        at least float32 (NaN without one). No host synchronisation.
+
+    Raises:
+        TypeError: values that are not floating-point tensors.
+        ValueError: no criterion, a criterion whose values were not given, a shape other than the
+            layout's.
+
+    Numerics:
+        Sums in float64; ratios are judged as logarithms. Deterministic.
+
+    Source:
+        Trust Region Masking, arXiv 2512.23075: max and mean criteria; frameworks' masks.
+
+    >>> layout = SequenceLayout.from_lengths([2, 1])
+    >>> lr = torch.tensor([0.01, -0.02, 0.7])
+    >>> verdict("0.9<=geo_ratio<=1.1", layout, log_ratio=lr).keep
+    tensor([ True, False])
+    """
+    chosen = as_criteria(criteria)
+    evidence = _evidence(layout, divergence, log_ratio)
+    findings = [criterion.judge(evidence) for criterion in chosen]
+    count = _sequences.counts(layout)
+
+    # Later writes win: KEPT < criteria, the first one last < SUPPORT < UNSCORED < NON_FINITE.
+    reason = torch.full_like(count, int(Reason.KEPT))
+    position = findings[0].position
+    token_keep = layout.token_mask
+    for finding in findings:
+        if finding.tokens is not None:
+            token_keep = token_keep & finding.tokens
+    limited = any(finding.tokens is not None for finding in findings)
+    if limited:
+        survives, _ = _sequences.any_token(token_keep, layout)
+        reason = reason.masked_fill(~survives, int(Reason.TOKENS))
+    for criterion, finding in reversed(list(zip(chosen, findings, strict=True))):
+        reason = reason.masked_fill(finding.failed, int(criterion.code))
+        position = torch.where(finding.failed, finding.position, position)
+    for code in (Reason.SUPPORT, Reason.UNSCORED, Reason.NON_FINITE):
+        for criterion in chosen:
+            missing = Reason.UNSCORED if criterion.sampled(evidence) else Reason.NON_FINITE
+            if code not in (Reason.SUPPORT, missing):
+                continue
+            values = criterion.read(evidence)
+            flags = torch.isinf(values) if code == Reason.SUPPORT else torch.isnan(values)
+            bad, where = _sequences.any_token(flags, layout)
+            reason = reason.masked_fill(bad, int(code))
+            position = torch.where(bad, where, position)
+    reason = reason.masked_fill(count == 0, int(Reason.EMPTY))
+    position = position.masked_fill(count == 0, -1)
+    keep = (reason == int(Reason.KEPT)) | (reason == int(Reason.EMPTY))
+
+    kl = evidence.divergence.get("kl")
+    if kl is None:
+        kl = torch.full(layout.shape, math.nan, device=count.device)
+    exact = _sequences.reduce_tokens(kl, layout)
+    return SequenceVerdict(
+        keep=keep,
+        reason=reason,
+        position=position,
+        max_kl=exact.largest,
+        mean_kl=(exact.total / exact.tokens.clamp(min=1)).to(kl.dtype),
+        sum_kl=exact.total.to(kl.dtype),
+        token_keep=token_keep & keep[layout.sequence_id],
+        statistics=torch.stack([finding.statistic for finding in findings]),
+        failed=torch.stack([finding.failed & (count > 0) for finding in findings]),
+    )
+
+
+def _evidence(
+    layout: SequenceLayout,
+    divergence: TokenDivergence | Mapping[str, Tensor] | None,
+    log_ratio: Tensor | None,
+) -> Evidence:
+    """Checks what a caller gave, and drops what is absent."""
+    given: dict[str, Tensor] = {}
+    if isinstance(divergence, TokenDivergence):
+        pairs = [(entry, getattr(divergence, entry)) for entry in TokenDivergence._fields]
+    else:
+        pairs = list((divergence or {}).items())
+    for name, values in [*pairs, ("log_ratio", log_ratio)]:
+        if values is None:
+            continue
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
+        layout.check(name, values)
+        given[name] = values.detach() if values.dtype == torch.float64 else values.detach().float()
+    ratio = given.pop("log_ratio", None)
+    if ratio is None and {"logp_train", "logp_rollout"} <= given.keys():
+        ratio = estimators.log_ratio(given["logp_train"], given["logp_rollout"])
+    return Evidence(given, ratio, layout)
+
+
 def max_kl_verdict(kl: Tensor, layout: SequenceLayout, *, max_kl: float) -> SequenceVerdict:
     """Verdict of the max criterion from per-token KLs that are already there.
 
@@ -65,7 +807,7 @@ def max_kl_verdict(kl: Tensor, layout: SequenceLayout, *, max_kl: float) -> Sequ
         max_kl: threshold in nats, >= 0.
 
     Returns:
-        A :class:`SequenceVerdict`; statistics have the dtype of ``kl``. No host synchronisation.
+        A :class:`SequenceVerdict`. No host synchronisation.
 
     Raises:
         ValueError: a negative or NaN threshold, or a shape other than the layout's.
@@ -80,31 +822,7 @@ def max_kl_verdict(kl: Tensor, layout: SequenceLayout, *, max_kl: float) -> Sequ
     >>> max_kl_verdict(torch.tensor([0.01, 0.03, 0.02]), layout, max_kl=0.02).keep
     tensor([False,  True])
     """
-    threshold = _checks.check_threshold("max_kl", max_kl)
-    layout.check("kl", kl)
-    largest, position, total, count = torch.ops.trm.sequence_reduce(
-        kl.detach().reshape(-1).contiguous(),
-        layout.position.reshape(-1).contiguous(),
-        layout.token_mask.reshape(-1).contiguous(),
-        layout.offsets,
-        layout.order,
-    )
-    unusable = ~torch.isfinite(largest)
-    too_far = ~unusable & (largest.to(torch.float64) > threshold)
-    reason = torch.full_like(count, int(Reason.KEPT))
-    reason = reason.masked_fill(too_far, int(Reason.MAX_KL))
-    reason = reason.masked_fill(unusable, int(Reason.NON_FINITE))
-    reason = reason.masked_fill(count == 0, int(Reason.EMPTY))
-    keep = ~(too_far | unusable)
-    return SequenceVerdict(
-        keep=keep,
-        reason=reason,
-        position=position,
-        max_kl=largest,
-        mean_kl=(total / count.clamp(min=1)).to(kl.dtype),
-        sum_kl=total.to(kl.dtype),
-        token_keep=layout.token_mask & keep[layout.sequence_id],
-    )
+    return verdict(MaxDivergence("kl", max_kl), layout, divergence={"kl": kl})
 
 
 def trust_region_mask(

@@ -175,7 +175,7 @@ def test_non_finite_tokens_mask_their_sequence(tmp_path: Path) -> None:
     make(tmp_path / "pair", edit=edit)
     audit = audit_file(tmp_path / "pair", 1e9)
     reasons = [entry.reason for entry in audit.sequences]
-    assert reasons == ["non_finite", "kept", "empty", "non_finite"]
+    assert reasons == ["non_finite", "kept", "empty", "support"]
     assert [entry.position for entry in audit.sequences] == [2, 0, -1, 2]
     assert math.isinf(audit.kl[8]) and math.isnan(audit.kl[2])
     document = json.dumps(as_dict(audit), allow_nan=False)  # strict JSON
