@@ -17,10 +17,14 @@ import torch
 Measured = dict[str, list[float]]
 
 
+WARM_UP = 4  # rounds; a virtual machine hands out the memory of large results only gradually
+
+
 def interleaved(providers: dict[str, Callable[[], object]], rounds: int) -> Measured:
-    """Seconds per call of each provider, one call of each per round, after one warm-up round."""
-    for call in providers.values():
-        call()
+    """Seconds per call of each provider, one call of each per round, after the warm-up rounds."""
+    for _ in range(WARM_UP):
+        for call in providers.values():
+            call()
     seconds: Measured = {name: [] for name in providers}
     for _ in range(rounds):
         for name, call in providers.items():
