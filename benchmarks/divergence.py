@@ -65,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
             for vocab in VOCABULARIES:
                 x, y = rows("near", 2**25 // vocab, vocab, dtype)
                 sizes.append(measure(f"V={vocab} {dtype}", x, y, rounds, sets=True))
+                both = f"V={vocab} {dtype} forward+backward"
+                sizes.append(measure(both, x, y, rounds, grad=True))
         show(sizes)
         cases += sizes
     if "scaling" in sections:
