@@ -53,7 +53,7 @@ def relative_l2(got, want):
 def rollout_error(got, want, x, y, weight):
     """Relative L2 error of d kl / d rollout, against its terms p (|t| + KL).
 
-    p (t - KL) itself cancels where t is close to KL, on a row whose mass sits on one token above all.
+    The difference p (t - KL) cancels where t is close to KL: on a row with one heavy token.
     """
     p, q = torch.log_softmax(x.double(), -1), torch.log_softmax(y.double(), -1)
     t = torch.where(p > -INF, p - q, 0.0)
