@@ -8,6 +8,7 @@ evidence (one policy cannot produce the token) and stays infinite; a finite one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "abs_log_ratio",
     "binary_kl",
     "binary_tv",
+    "cap_infinite",
     "k1",
     "k2",
     "k3",
@@ -280,6 +282,38 @@ def binary_tv(logp_train: Tensor, logp_rollout: Tensor) -> Tensor:
     nowhere = larger == float("-inf")
     gap = torch.where(nowhere, 0.0, larger - torch.minimum(log_p, log_q))
     return -torch.expm1(-gap) * larger.exp()
+
+
+def cap_infinite(values: Tensor, cap: float) -> Tensor:
+    """Finite stand-ins for infinite log-ratios or divergences, for who wants to go on with them.
+
+    ``±cap`` where a value is infinite, the value elsewhere; NaN stays. Nothing here does this by
+    itself: see ``infinity_cap`` of :func:`trm_ext.verdict` and :func:`trm_ext.policy_loss`.
+
+    Args:
+        values: nats, any shape.
+        cap: finite, > 0, nats.
+
+    Returns:
+        The same shape, float32 or float64, differentiable; a capped value has gradient 0.
+
+    Raises:
+        TypeError: not a floating-point tensor.
+        ValueError: a cap that is not finite and > 0.
+
+    Numerics:
+        Exact.
+
+    Source:
+        docs/conventions.md, on values that are not finite.
+
+    >>> cap_infinite(torch.tensor([-float("inf"), 30.0]), 20.0)
+    tensor([-20.,  30.])
+    """
+    if not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
+        raise ValueError(f"a cap of infinite values must be a finite number > 0, got {cap!r}")
+    x = _checks.floating("values", values)
+    return torch.where(torch.isinf(x), torch.sign(x.detach()) * cap, x)
 
 
 #: Per-token estimators of a log-ratio, by the name that criteria use.

@@ -3,9 +3,10 @@
 
 Every estimator is a value v_t and a gradient weight w_t per token, both constants, and
 
-    loss = -(1/D) Σ_t A_t (v_t + w_t s_t) + (kl_coef/D) Σ_t kl_t,    s_t = logp_train_t - const = 0
+    loss = -(1/D) Σ_t (A_t v_t + u_t s_t) + (kl_coef/D) Σ_t kl_t,    s_t = logp_train_t - const = 0
 
-over the tokens that stay, so that the gradient is exactly ``-(1/D) Σ A_t w_t ∇ logp_train_t``. No
+over the tokens that stay. With ``u_t = A_t w_t`` the gradient is exactly ``-(1/D) Σ A_t w_t ∇
+logp_train_t``; without detach u_t is the derivative of ``Σ A w`` with respect to logp_train_t. No
 exp takes part in the backward pass and nothing outside those tokens enters at all.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from trm_ext import _checks, _sequences, estimators, weights
 from trm_ext.layout import SequenceLayout
-from trm_ext.masks import SequenceVerdict, check_band, inside_band
+from trm_ext.masks import SequenceVerdict, check_band, inside_band, warn_identical
 
 __all__ = ["DENOMINATORS", "ESTIMATORS", "group_advantages", "loss_denominator", "policy_loss"]
 
@@ -40,6 +41,8 @@ ESTIMATORS: dict[str, tuple[tuple[float, ...] | float | None, tuple[float, float
     "gspo": ((3e-4, 4e-4), None),
     "trm": (None, None),
 }
+#: Estimators whose weight is one number per sequence: each token's log-ratio moves it everywhere.
+_SEQUENCE_WEIGHTS = ("seq_is", "seq_tis", "seq_mis", "gspo")
 
 
 class _Terms(NamedTuple):
@@ -66,6 +69,8 @@ def policy_loss(
     denominator: str | float | Tensor = "sequences",
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
+    detach: bool = True,
+    infinity_cap: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor | float]]:
     """Surrogate loss of one estimator, and its metrics.
 
@@ -86,11 +91,20 @@ def policy_loss(
     | gspo | rho_geo / T with PPO's clip on rho_geo | clip as ppo_clip (3e-4, 4e-4) |
     | trm | M rho_t, M = 1 for kept sequences | verdict (required) |
 
+    With ``detach=False`` the same loss is differentiated as it stands, through its weights:
+    ``gradient = -(1/D) Σ_t A_t ∇w_t``. Nothing changes for weights that are rho_t or 0, as
+    ``∇rho_t = rho_t ∇logp_train_t``. A capped weight has gradient 0: token_tis and
+    geo_mask_token_tis stop moving capped tokens. A sequence's weight stands at each of its tokens:
+    the gradient of seq_is, seq_tis and seq_mis is ``Σ_t A_t`` times that of the ratio, and gspo
+    takes the mean advantage. geo_mask has no weight to differentiate and refuses. Tokens that do
+    not stay get no gradient either way.
+
     A verdict masks any estimator. Sequence statistics are over all counted tokens, whatever the
     verdict masks. A sequence with a log-ratio (or ``kl``) that is not finite at a counted token is
-    always rejected. With nothing left the loss is 0 with a live graph and zero gradients, and
-    ``trm/all_rejected`` is 1. PPO's clipped branch: rho > 1 + high for A > 0, rho < 1 - low for
-    A < 0, and, with dual, rho > dual for A < 0; the boundary is not clipped.
+    rejected, an infinite one unless ``infinity_cap`` says what it counts as. With nothing left the
+    loss is 0 with a live graph and zero gradients, and ``trm/loss/all_rejected`` is 1. PPO's
+    clipped branch: rho > 1 + high for A > 0, rho < 1 - low for A < 0, and, with dual, rho > dual
+    for A < 0; the boundary is not clipped.
 
     Args:
         logp_train: log-probs of the sampled tokens, nats, shaped like the tokens; with gradient.
@@ -109,17 +123,28 @@ def policy_loss(
         kl: exact KL(rollout||train) per token with its gradient, for a penalty over the tokens
             that stay.
         kl_coef: weight of the penalty.
+        detach: whether the weight is a constant, as in :mod:`trm_ext.weights`.
+        infinity_cap: what an infinite log-ratio or ``kl`` counts as, nats, finite, > 0; its sign
+            stays. A capped value is a constant: its token gets no gradient from it.
+            ``trm/loss/capped_tokens`` counts such tokens. None rejects the sequence. The verdict
+            has its own ``infinity_cap``.
 
     Returns:
         The scalar loss (float32, or float64 for float64 log-probs), and ``trm/...`` metrics: 0-d
-        tensors without gradient. No host synchronisation; only on a CPU outside ``torch.compile``
-        are advantages checked to be finite.
+        tensors without gradient (:func:`trm_ext.as_floats` moves all of them at once). No host
+        synchronisation: values are looked at only on a CPU outside ``torch.compile``.
 
     Raises:
         TypeError: inputs that are not floating point.
         ValueError: an unknown estimator or denominator, options that it does not take or that are
             out of range, shapes other than the layout's, an advantage that is not finite at a token
-            that stays (where that is not checked, the loss becomes NaN).
+            that stays. On a GPU and under ``torch.compile`` such an advantage makes the loss NaN,
+            ``trm/loss/bad_advantages`` counts them and ``trm/loss/first_bad_advantage`` is the
+            first one's index among the flattened tokens (-1: none).
+
+    Warns:
+        UserWarning: once per process, where every log-ratio is exactly 0: the same log-probs were
+            given twice. Where values are not looked at, ``trm/ratio/identical`` is 1.
 
     Numerics:
         exp saturates at :data:`trm_ext.estimators.LOG_RATIO_LIMIT`; sums in float64.
@@ -129,21 +154,25 @@ def policy_loss(
 
     >>> layout = SequenceLayout.from_lengths([1, 1])
     >>> logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    >>> rollout = torch.tensor([-1.0, -2.0 - math.log(2)])
     >>> loss, _ = policy_loss(
-    ...     logp, logp.detach(), torch.tensor([1.0, 3.0]), layout, estimator="token_is"
+    ...     logp, rollout, torch.tensor([1.0, 3.0]), layout, estimator="token_is"
     ... )
     >>> loss.backward()
     >>> loss.item(), logp.grad
-    (-2.0, tensor([-0.5000, -1.5000]))
+    (-3.5, tensor([-0.5000, -3.0000]))
     """
-    ratio = estimators.log_ratio(logp_train.detach(), logp_rollout.detach())
-    layout.check("logp_train", ratio)
+    raw = estimators.log_ratio(logp_train.detach(), logp_rollout.detach())
+    layout.check("logp_train", raw)
     advantages = _per_token_advantages(advantages, layout)
     if kl is not None:
         layout.check("kl", kl)
         kl = _checks.floating("kl", kl)
     elif kl_coef:
         raise ValueError(f"kl_coef is {kl_coef} but kl is missing")
+    if not detach and estimator == "geo_mask":
+        raise ValueError("estimator 'geo_mask' has no weight to differentiate, got detach=False")
+    ratio, kl, infinite = _capped(raw, kl, infinity_cap)
 
     usable = _usable(ratio, kl, layout)
     stays = _staying(usable, verdict, layout)
@@ -153,9 +182,12 @@ def policy_loss(
     advantages = torch.where(stays, advantages, 0.0).to(ratio.dtype)
 
     trained = _checks.floating("logp_train", logp_train)
-    score = torch.where(stays, trained - trained.detach(), 0.0)
+    score = torch.where(stays & ~torch.isinf(raw), trained - trained.detach(), 0.0)
     value, weight = (torch.where(stays, x, 0.0) for x in (terms.value, terms.weight))
-    policy = -(advantages * value + advantages * weight * score).sum(dtype=torch.float64)
+    slope = advantages * weight
+    if not detach:
+        slope = _through_weights(slope, estimator, terms, ratio, layout)
+    policy = -(advantages * value + slope * score).sum(dtype=torch.float64)
     penalty = policy.new_zeros(())
     if kl is not None:
         penalty = kl_coef * torch.where(stays, kl, 0.0).sum(dtype=torch.float64)
@@ -163,10 +195,13 @@ def policy_loss(
     counted = _counts(stays, layout)
     divisor = _divisor(denominator, counted, layout)
     loss = ((policy + penalty) / divisor).to(ratio.dtype)
-    metrics = _metrics(terms, stays, usable, ratio, advantages, counted, layout)
+    metrics = _metrics(terms, stays, usable, raw, advantages, counted, layout)
+    metrics["trm/loss/capped_tokens"] = (layout.token_mask & infinite).sum().double()
     metrics["trm/loss/policy"] = (policy / divisor).detach()
     metrics["trm/loss/kl"] = (penalty / divisor).detach()
     metrics["trm/loss/denominator"] = divisor
+    if _free_to_look(raw) and metrics["trm/ratio/identical"] == 1:
+        warn_identical()
     return loss, metrics
 
 
@@ -182,6 +217,7 @@ def loss_denominator(
     clip: float | Sequence[float] | None = None,
     band: Sequence[float] | None = None,
     kl: Tensor | None = None,
+    infinity_cap: float | None = None,
 ) -> Tensor:
     """The count that ``policy_loss`` would divide by: to sum over micro-batches and ranks first.
 
@@ -198,6 +234,7 @@ def loss_denominator(
         clip: likewise.
         band: likewise.
         kl: likewise.
+        infinity_cap: likewise.
 
     Returns:
         0-d float64 tensor, >= 0. No host synchronisation.
@@ -215,9 +252,11 @@ def loss_denominator(
     """
     if denominator not in DENOMINATORS:
         raise ValueError(_unknown("denominator", denominator, DENOMINATORS))
-    ratio = estimators.log_ratio(logp_train.detach(), logp_rollout.detach())
-    layout.check("logp_train", ratio)
-    usable = _usable(ratio, None if kl is None else _checks.floating("kl", kl), layout)
+    raw = estimators.log_ratio(logp_train.detach(), logp_rollout.detach())
+    layout.check("logp_train", raw)
+    kl = None if kl is None else _checks.floating("kl", kl)
+    ratio, kl, _ = _capped(raw, kl, infinity_cap)
+    usable = _usable(ratio, kl, layout)
     stays = _staying(usable, verdict, layout)
     # No estimator's mask depends on the advantage; clipping is not a mask.
     terms = _terms(estimator, ratio, torch.zeros_like(ratio), layout, verdict, clip, band)
@@ -383,6 +422,42 @@ def _terms(
     return _Terms(weight, weight, kept & ~rejected, capped, never, never)
 
 
+def _through_weights(
+    slope: Tensor, estimator: str, terms: _Terms, ratio: Tensor, layout: SequenceLayout
+) -> Tensor:
+    """Derivative of ``Σ_t A_t w_t`` with respect to each token's log-ratio.
+
+    ``slope`` is ``A_t w_t``; a weight at its cap, or where exp saturates, does not move.
+    """
+    statistic = ratio
+    if estimator in _SEQUENCE_WEIGHTS:
+        of_sequence = (
+            weights.geometric_log_ratio if estimator == "gspo" else weights.sequence_log_ratio
+        )
+        statistic = _sequences.to_tokens(of_sequence(ratio, layout), layout)
+    still = terms.clipped_high | (statistic > estimators.LOG_RATIO_LIMIT)
+    slope = torch.where(still, 0.0, slope)
+    if estimator not in _SEQUENCE_WEIGHTS:
+        return slope
+    total = _sequences.sum_tokens(slope, layout)
+    if estimator == "gspo":
+        total = total / _sequences.counts(layout).clamp(min=1)
+    return _sequences.to_tokens(total.to(slope.dtype), layout)
+
+
+def _capped(
+    ratio: Tensor, kl: Tensor | None, cap: float | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The log-ratio and the KL with infinities capped, and where that was."""
+    if cap is None:
+        return ratio, kl, torch.zeros_like(ratio, dtype=torch.bool)
+    infinite = torch.isinf(ratio)
+    if kl is not None:
+        infinite = infinite | torch.isinf(kl.detach())
+        kl = estimators.cap_infinite(kl, cap)
+    return estimators.cap_infinite(ratio, cap), kl, infinite
+
+
 def _usable(ratio: Tensor, kl: Tensor | None, layout: SequenceLayout) -> Tensor:
     """Sequences ``[B]`` whose evidence is finite at every counted token."""
     bad = ~torch.isfinite(ratio)
@@ -451,11 +526,16 @@ def _per_token_advantages(advantages: Tensor, layout: SequenceLayout) -> Tensor:
     return advantages
 
 
+def _free_to_look(values: Tensor) -> bool:
+    """Whether reading a value waits for no device and breaks no graph."""
+    return (
+        not torch.compiler.is_compiling() and type(values) is Tensor and values.device.type == "cpu"
+    )
+
+
 def _check_advantages(advantages: Tensor, stays: Tensor) -> None:
-    """Names a NaN where looking costs no wait: on a CPU, outside torch.compile."""
-    if torch.compiler.is_compiling() or type(advantages) is not Tensor:
-        return
-    if advantages.device.type != "cpu":
+    """Names an advantage that is not finite, where looking is free."""
+    if not _free_to_look(advantages):
         return
     bad = stays & ~torch.isfinite(advantages)
     if bool(bad.any()):
@@ -486,6 +566,10 @@ def _metrics(
     highest = torch.cat([torch.where(seen, ratio, -math.inf).flatten(), -inf]).max().double()
     lowest = torch.cat([torch.where(seen, ratio, math.inf).flatten(), inf]).min().double()
     any_seen = seen.sum() > 0
+    bad = stays & ~torch.isfinite(advantages)
+    index = torch.arange(bad.numel(), device=bad.device).reshape(bad.shape)
+    none = index.new_full((1,), bad.numel())
+    first_bad = torch.cat([torch.where(bad, index, bad.numel()).flatten(), none]).min()
 
     def share(of: Tensor) -> Tensor:
         return (of & stays).sum().double() / tokens.clamp(min=1)
@@ -499,7 +583,8 @@ def _metrics(
         "trm/loss/kept_token_ratio": counted["kept_tokens"] / tokens.clamp(min=1),
         "trm/loss/all_rejected": (counted["kept_tokens"] == 0).double(),
         "trm/loss/unusable_sequences": (~usable).sum().double(),
-        "trm/loss/bad_advantages": (stays & ~torch.isfinite(advantages)).sum().double(),
+        "trm/loss/bad_advantages": bad.sum().double(),
+        "trm/loss/first_bad_advantage": torch.where(bad.any(), first_bad, -1).double(),
         "trm/clip/high": share(terms.clipped_high),
         "trm/clip/low": share(terms.clipped_low),
         "trm/clip/dual": share(terms.clipped_dual),

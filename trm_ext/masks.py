@@ -11,9 +11,11 @@ One policy for values that are not finite, whichever criterion reads them, at to
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -39,6 +41,7 @@ __all__ = [
     "SumDivergence",
     "TokenDivergenceLimit",
     "TokenRatioBand",
+    "as_floats",
     "criteria_from_json",
     "criteria_to_json",
     "max_kl_verdict",
@@ -79,17 +82,26 @@ class Evidence(NamedTuple):
     divergence: dict[str, Tensor]
     log_ratio: Tensor | None
     layout: SequenceLayout
+    infinity_cap: float | None = None
+
+    def capped(self, values: Tensor) -> Tensor:
+        """Infinite values capped, if that was asked for."""
+        if self.infinity_cap is None:
+            return values
+        return estimators.cap_infinite(values, self.infinity_cap)
 
     def values(self, quantity: str) -> Tensor:
         """The per-token values of a quantity, shaped like the tokens."""
         if quantity in self.divergence:
-            return self.divergence[quantity]
+            return self.capped(self.divergence[quantity])
         if quantity in estimators.FROM_LOG_RATIO:
             return estimators.FROM_LOG_RATIO[quantity](self.ratio(quantity))
         if quantity in estimators.FROM_LOGPS:
             if {"logp_train", "logp_rollout"} <= self.divergence.keys():
-                return estimators.FROM_LOGPS[quantity](
-                    self.divergence["logp_train"], self.divergence["logp_rollout"]
+                return self.capped(
+                    estimators.FROM_LOGPS[quantity](
+                        self.divergence["logp_train"], self.divergence["logp_rollout"]
+                    )
                 )
             raise ValueError(f"{quantity} needs logp_train and logp_rollout in divergence")
         known = ", ".join([*self.divergence, *estimators.FROM_LOG_RATIO, *estimators.FROM_LOGPS])
@@ -99,7 +111,7 @@ class Evidence(NamedTuple):
         """The log-ratio of the sampled tokens."""
         if self.log_ratio is None:
             raise ValueError(f"{wanted_by} needs log_ratio")
-        return self.log_ratio
+        return self.capped(self.log_ratio)
 
 
 class Finding(NamedTuple):
@@ -624,6 +636,8 @@ class SequenceVerdict(NamedTuple):
         token_keep: bool, shaped like the tokens: tokens that stay in the gradient.
         statistics: ``[C, B]`` float64, one row per criterion; logarithms for ratio bands.
         failed: ``[C, B]`` bool, one row per criterion.
+        capped: ``[B]`` int64, counted tokens with an infinite value that ``infinity_cap`` replaced
+            for a criterion; 0 without it.
     """
 
     keep: Tensor
@@ -635,9 +649,10 @@ class SequenceVerdict(NamedTuple):
     token_keep: Tensor
     statistics: Tensor
     failed: Tensor
+    capped: Tensor
 
     def metrics(self, *, sync: bool = False) -> dict[str, Tensor | float]:
-        """Acceptance overall and by reason, as ``trm/...`` keys.
+        """Acceptance overall and by reason, as ``trm/...`` keys, and ``trm/capped_tokens``.
 
         Shares are of the sequences that are not empty; NaN where there is none.
 
@@ -663,16 +678,46 @@ class SequenceVerdict(NamedTuple):
             if reason not in (Reason.KEPT, Reason.EMPTY):
                 share = (self.reason == int(reason)).sum().double() / some
                 found[f"trm/rejected/{reason.name.lower()}"] = share
+        found["trm/capped_tokens"] = self.capped.sum().double()
         return as_floats(found) if sync else dict(found)
 
 
 def as_floats(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
-    """0-d tensors as Python floats, with one transfer from the device."""
+    """Metrics as Python floats, with one transfer from the device however many there are.
+
+    Args:
+        metrics: 0-d tensors on one device, or numbers.
+
+    Returns:
+        The same keys with floats.
+
+    Warns:
+        UserWarning: once per process, where ``trm/ratio/identical`` is 1: the same log-probs were
+            given twice.
+
+    >>> as_floats({"trm/a": torch.tensor(0.5), "trm/b": 2.0})
+    {'trm/a': 0.5, 'trm/b': 2.0}
+    """
     tensors = {name: v for name, v in metrics.items() if isinstance(v, Tensor)}
-    if not tensors:
-        return dict(metrics)
-    moved = torch.stack([value.double() for value in tensors.values()]).tolist()
-    return {**metrics, **dict(zip(tensors, moved, strict=True))}
+    found = dict(metrics)
+    if tensors:
+        moved = torch.stack([value.double() for value in tensors.values()]).tolist()
+        found.update(zip(tensors, moved, strict=True))
+    if found.get("trm/ratio/identical") == 1:
+        warn_identical()
+    return found
+
+
+@functools.cache
+def warn_identical() -> None:
+    """Says, once per process, that train and rollout log-probs are the same numbers."""
+    warnings.warn(
+        "every log-ratio of this batch is exactly 0: logp_train and logp_rollout are the same "
+        "numbers, so no mask, clip or divergence can act; pass the log-probs that the rollout "
+        "engine sampled with (said once; the metric trm/ratio/identical says it every time)",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 @torch.no_grad()
@@ -682,6 +727,7 @@ def verdict(
     *,
     divergence: TokenDivergence | Mapping[str, Tensor] | None = None,
     log_ratio: Tensor | None = None,
+    infinity_cap: float | None = None,
 ) -> SequenceVerdict:
     """Judges every sequence by criteria that it must all pass, from values that are already there.
 
@@ -699,6 +745,9 @@ def verdict(
             by quantity, floating point. ``logp_train`` and ``logp_rollout`` serve binary_kl and
             binary_tv, and the log-ratio where it is not given.
         log_ratio: logp_train - logp_rollout of the sampled tokens, nats, shaped like the tokens.
+        infinity_cap: what an infinite log-ratio or divergence counts as for the criteria, nats,
+            finite, > 0; its sign stays. None rejects its sequence with SUPPORT. ``capped`` and
+            ``trm/capped_tokens`` count what was capped; max_kl, mean_kl and sum_kl stay infinite.
 
     Returns:
         A :class:`SequenceVerdict`; max_kl, mean_kl and sum_kl have the dtype of the given ``kl``,
@@ -707,7 +756,7 @@ def verdict(
     Raises:
         TypeError: values that are not floating-point tensors.
         ValueError: no criterion, a criterion whose values were not given, a shape other than the
-            layout's.
+            layout's, a cap that is not finite and > 0.
 
     Numerics:
         Sums in float64; ratios are judged as logarithms. Deterministic.
@@ -721,7 +770,8 @@ def verdict(
     tensor([ True, False])
     """
     chosen = as_criteria(criteria)
-    evidence = _evidence(layout, divergence, log_ratio)
+    raw = _evidence(layout, divergence, log_ratio)
+    evidence = raw._replace(infinity_cap=infinity_cap)
     findings = [criterion.judge(evidence) for criterion in chosen]
     count = _sequences.counts(layout)
 
@@ -753,7 +803,11 @@ def verdict(
     position = position.masked_fill(count == 0, -1)
     keep = (reason == int(Reason.KEPT)) | (reason == int(Reason.EMPTY))
 
-    kl = evidence.divergence.get("kl")
+    capped = torch.zeros_like(layout.token_mask)
+    if evidence.infinity_cap is not None:
+        for criterion in chosen:
+            capped = capped | torch.isinf(criterion.read(raw))
+    kl = raw.divergence.get("kl")
     if kl is None:
         kl = torch.full(layout.shape, math.nan, device=count.device)
     exact = _sequences.reduce_tokens(kl, layout)
@@ -767,6 +821,7 @@ def verdict(
         token_keep=token_keep & keep[layout.sequence_id],
         statistics=torch.stack([finding.statistic for finding in findings]),
         failed=torch.stack([finding.failed & (count > 0) for finding in findings]),
+        capped=_sequences.reduce_tokens(capped.float(), layout).total.to(torch.int64),
     )
 
 

@@ -71,6 +71,9 @@ def batch_metrics(
     Returns:
         A dict with ``trm/...`` keys; the keys depend on what was given, not on values.
 
+    Warns:
+        UserWarning: with ``sync``, once per process, where ``trm/ratio/identical`` is 1.
+
     Raises:
         TypeError: values that are not floating-point tensors.
         ValueError: a shape other than the layout's, length_edges that do not increase.

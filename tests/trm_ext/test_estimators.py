@@ -124,6 +124,15 @@ class TestHostileValues:
             assert torch.isfinite(value).all() and torch.isfinite(gradient).all()
             assert gradient[:2].tolist() == [0, 0]
 
+    def test_a_cap_of_infinite_values(self):
+        x = torch.tensor([INF, -INF, NAN, 1e30, -3.0], requires_grad=True)
+        found = estimators.cap_infinite(x, 7.0)
+        (gradient,) = torch.autograd.grad(found.sum(), x)
+        assert found[[0, 1, 3, 4]].tolist() == [7, -7, torch.tensor(1e30).item(), -3]
+        assert found[2].isnan() and gradient.tolist() == [0, 0, 1, 1, 1]
+        with pytest.raises(ValueError, match="must be a finite number > 0, got inf"):
+            estimators.cap_infinite(x, INF)
+
     def test_low_precision_is_widened_before_the_subtraction(self):
         train = torch.tensor([-0.99609375], dtype=torch.bfloat16)
         rollout = torch.tensor([-1.0])

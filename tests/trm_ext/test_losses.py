@@ -4,8 +4,10 @@
 Plain-Python definitions, exact expectations on a tree, and what went wrong in other libraries.
 """
 
+import functools
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ import trm_ext as trm
 from tests.trm_ext.test_masks import batch, layouts
 from theory import gradients as theory_gradients
 from theory.mdp.tree import random_tree
-from trm_ext import SequenceLayout
+from trm_ext import SequenceLayout, weights
+from trm_ext.masks import warn_identical
 
 INF, NAN = float("inf"), float("nan")
 DENOMINATORS = (*trm.DENOMINATORS, 7.5)
@@ -170,6 +173,245 @@ def test_estimator_denominator_layout(name, per_token, poison):
                 assert logp.grad[index].item() == pytest.approx(wanted, rel=3e-6, abs=1e-9)
                 wanted = 0.25 / d if real and int(t) in penalised else 0.0
                 assert exact.grad[index].item() == pytest.approx(wanted, rel=1e-6)
+
+
+def differentiated(name, x, a):
+    """d(-Σ a v)/dx of one sequence's kept tokens, by central differences of the definition."""
+
+    def total(x):
+        found = zip(terms(name, x, a), a, strict=True)
+        return -math.fsum(weight * value for (value, _, kept), weight in found if kept)
+
+    h = 1e-6  # error h² times the third derivative, and 2e-16/h, below 1e-9 for these sizes
+    found = []
+    for i in range(len(x)):
+        up, down = ([*x[:i], x[i] + s, *x[i + 1 :]] for s in (h, -h))
+        found.append((total(up) - total(down)) / (2 * h))
+    return found
+
+
+#: Estimators whose gradient depends on detach; ``gspo`` only where advantages vary in a sequence.
+DETACH_MATTERS = {"token_tis", "geo_mask_token_tis", "seq_is", "seq_tis", "seq_mis", "gspo"}
+
+
+class TestWithoutDetach:
+    """The loss is differentiated through its weights; its value is the same."""
+
+    @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "geo_mask"])
+    def test_every_estimator_on_every_layout(self, name):
+        packed, kl, ratio = batch(5)
+        generator = torch.Generator().manual_seed(2)
+        x = ratio.double()
+        rollout = -torch.rand(x.shape, generator=generator).double() * 3
+        advantages = torch.randn(x.shape, generator=generator).double()
+        verdict = trm.max_kl_verdict(kl, packed, max_kl=MAX_KL)
+        wanted = torch.zeros_like(x)
+        for b in verdict.keep.nonzero().flatten().tolist():
+            here = (packed.sequence_id == b) & packed.token_mask
+            found = differentiated(name, x[here].tolist(), advantages[here].tolist())
+            wanted[here] = torch.tensor(found, dtype=torch.float64)
+        for label, (layout, move) in layouts(packed, NAN).items():
+            results = []
+            for detach in (False, True):
+                logp = move(rollout + x).clone().requires_grad_()
+                loss, _ = trm.policy_loss(
+                    logp,
+                    move(rollout),
+                    move(advantages),
+                    layout,
+                    estimator=name,
+                    verdict=trm.max_kl_verdict(move(kl), layout, max_kl=MAX_KL),
+                    denominator=7.5,
+                    detach=detach,
+                    **OPTIONS[name],
+                )
+                loss.backward()
+                results.append((loss.item(), logp.grad))
+            (loss, gradient), (detached_loss, detached) = results
+            moved = torch.where(layout.token_mask, move(wanted), 0.0) / 7.5
+            torch.testing.assert_close(gradient, moved, rtol=1e-7, atol=1e-8, msg=label)
+            assert loss == detached_loss
+            differs = not torch.allclose(gradient, detached, rtol=1e-9, atol=1e-12)
+            assert differs == (name in DETACH_MATTERS)
+
+    @pytest.mark.parametrize(
+        ("name", "function"),
+        (
+            ("token_is", weights.token_is),
+            ("token_tis", weights.token_tis),
+            ("icepop", weights.token_mask),
+            ("seq_is", weights.seq_is),
+            ("seq_tis", weights.seq_tis),
+            ("seq_mis", weights.seq_mis),
+            ("geo_mask_token_tis", weights.geo_mask_token_tis),
+        ),
+    )
+    def test_it_means_what_it_means_in_weights(self, name, function):
+        layout = SequenceLayout.from_lengths([3, 0, 2, 1])
+        x = torch.tensor([1.0, -0.9, -0.1001, 2.0, 0.1, 90.0], dtype=torch.float64)
+        a = torch.tensor([1.0, 2.0, 3.0, -1.0, 0.5, 1.0], dtype=torch.float64)
+        found, wanted = (x.clone().requires_grad_() for _ in range(2))
+        loss, _ = trm.policy_loss(
+            found, torch.zeros_like(x), a, layout, estimator=name, detach=False
+        )
+        loss.backward()
+        direct = -(a * function(wanted, layout, detach=False)).sum() / layout.num_sequences
+        direct.backward()
+        assert loss.item() == pytest.approx(direct.item(), rel=1e-14)
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-13, atol=0)
+
+    @pytest.mark.parametrize(
+        ("name", "options", "detached", "attached"),
+        (
+            # ratios (4, 1/2), advantages (1, 3)
+            ("token_tis", {"clip": 2.0}, (2.0, 1.5), (0.0, 1.5)),
+            ("geo_mask_token_tis", {"clip": 2.0, "band": (1, 2)}, (2.0, 1.5), (0.0, 1.5)),
+            ("seq_is", {}, (2.0, 6.0), (8.0, 8.0)),
+            ("seq_tis", {"clip": 3.0}, (2.0, 6.0), (8.0, 8.0)),
+            ("seq_tis", {"clip": 1.5}, (1.5, 4.5), (0.0, 0.0)),
+            ("seq_mis", {"clip": 3.0}, (2.0, 6.0), (8.0, 8.0)),
+            ("gspo", {"clip": 1.0}, (2**0.5 / 2, 2**0.5 * 3 / 2), (2**0.5, 2**0.5)),
+            ("token_is", {}, (4.0, 1.5), (4.0, 1.5)),
+            ("ppo_clip", {}, (0.0, 1.5), (0.0, 1.5)),
+            ("icepop", {}, (4.0, 1.5), (4.0, 1.5)),
+        ),
+    )
+    def test_by_hand(self, name, options, detached, attached):
+        lr, advantages = torch.tensor([[4.0, 0.5]]).log(), [[1.0, 3.0]]
+        values = []
+        for detach, wanted in ((True, detached), (False, attached)):
+            loss, gradient, _ = simple(lr, advantages, estimator=name, detach=detach, **options)
+            assert gradient[0] == pytest.approx([-w for w in wanted], rel=1e-6)
+            values.append(loss)
+        assert values[0] == values[1]
+
+    def test_a_token_that_a_verdict_masks_gets_no_gradient(self):
+        # Its ratio stays in the sequence's product, as a constant.
+        layout = SequenceLayout.from_lengths([2])
+        lr = torch.tensor([4.0, 0.5]).log()
+        verdict = trm.verdict("token_kl<=1", layout, divergence={"kl": torch.tensor([0.0, 9.0])})
+        for detach in (True, False):
+            loss, gradient, _ = simple(
+                lr, [3.0], layout=layout, estimator="seq_is", verdict=verdict, detach=detach
+            )
+            assert loss == pytest.approx(-6, rel=1e-6)
+            assert gradient == pytest.approx([-6, 0], rel=1e-6)
+
+    def test_an_indicator_has_no_derivative(self):
+        with pytest.raises(ValueError, match="'geo_mask' has no weight to differentiate"):
+            simple([[0.0]], [1.0], estimator="geo_mask", detach=False)
+
+
+class TestInfinityCap:
+    """What an infinite log-ratio or KL counts as, for who does not want to lose its sequence."""
+
+    layout = SequenceLayout.from_lengths([2, 1])
+
+    def loss(self, train, rollout, *, kl=None, **options):
+        logp = torch.tensor(train, dtype=torch.float64, requires_grad=True)
+        exact = None if kl is None else torch.tensor(kl, dtype=torch.float64, requires_grad=True)
+        loss, metrics = trm.policy_loss(
+            logp,
+            torch.tensor(rollout, dtype=torch.float64),
+            torch.ones(2, dtype=torch.float64),
+            self.layout,
+            denominator=1,
+            kl=exact,
+            **{"estimator": "token_is", **options},
+        )
+        loss.backward()
+        return loss.item(), logp.grad.tolist(), metrics, exact
+
+    def test_off_by_default(self):
+        loss, gradient, metrics, _ = self.loss([-INF, -1.0, -1.0], [-1.0] * 3)
+        assert loss == -1 and gradient == [0, 0, -1]
+        assert metrics["trm/loss/unusable_sequences"] == 1
+        assert metrics["trm/loss/capped_tokens"] == 0
+
+    @pytest.mark.parametrize("detach", (True, False))
+    def test_the_capped_ratio_is_a_constant(self, detach):
+        options = {"infinity_cap": 2.0, "detach": detach}
+        small, large = math.exp(-2), math.exp(2)
+        loss, gradient, metrics, _ = self.loss([-INF, -1.0, -1.0], [-1.0] * 3, **options)
+        assert loss == pytest.approx(-(small + 2), rel=1e-14) and gradient == [0, -1, -1]
+        assert metrics["trm/loss/unusable_sequences"] == 0
+        assert metrics["trm/loss/capped_tokens"] == 1
+        assert metrics["trm/ratio/log_min"] == -INF  # raw
+        loss, gradient, _, _ = self.loss([-1.0] * 3, [-INF, -1.0, -1.0], **options)
+        assert loss == pytest.approx(-(large + 2), rel=1e-14) and gradient == [0, -1, -1]
+        loss, gradient, _, _ = self.loss(
+            [-INF, -1.0, -1.0], [-1.0] * 3, estimator="seq_is", **options
+        )
+        assert loss == pytest.approx(-(2 * small + 1), rel=1e-14)
+        once = small if detach else 2 * small
+        assert gradient == pytest.approx([0, -once, -1], rel=1e-14)
+
+    def test_a_capped_penalty_is_a_constant(self):
+        loss, gradient, metrics, kl = self.loss(
+            [-1.0] * 3, [-1.0] * 3, kl=[INF, 0.5, 0.25], kl_coef=2.0, infinity_cap=3.0
+        )
+        assert loss == -3 + 2 * (3 + 0.5 + 0.25) and gradient == [-1, -1, -1]
+        assert kl.grad.tolist() == [0, 2, 2] and metrics["trm/loss/capped_tokens"] == 1
+        assert metrics["trm/loss/kl"] == 7.5
+
+    def test_missing_evidence_is_not_capped(self):
+        loss, gradient, metrics, _ = self.loss([NAN, -1.0, -1.0], [-1.0] * 3, infinity_cap=2.0)
+        assert loss == -1 and gradient == [0, 0, -1]
+        assert metrics["trm/loss/capped_tokens"] == 0
+
+    def test_the_verdict_keeps_its_own_counsel(self):
+        lr = torch.tensor([-INF, 0.0, 0.0])
+        train, rollout = [-INF, -1.0, -1.0], [-1.0] * 3
+        for cap, kept in ((None, 1), (2.0, 2)):
+            verdict = trm.verdict("max_k2<=9", self.layout, log_ratio=lr, infinity_cap=cap)
+            _, _, metrics, _ = self.loss(train, rollout, verdict=verdict, infinity_cap=2.0)
+            assert metrics["trm/loss/sequences_kept"] == kept
+            number = trm.loss_denominator(
+                "kept_sequences",
+                torch.tensor(train),
+                torch.tensor(rollout),
+                self.layout,
+                verdict=verdict,
+                infinity_cap=2.0,
+            )
+            assert number == kept
+
+    def test_from_logits_that_mask_a_sampled_token(self):
+        # The trainer's kept set is not the rollout's: -inf at a sampled token.
+        rollout = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+        train = torch.tensor([[-INF, 0.0, 0.5], [0.0, 0.5, 0.0]], requires_grad=True)
+        layout = SequenceLayout.from_lengths([2])
+        exact = trm.token_divergence(
+            rollout,
+            train,
+            tokens=torch.tensor([0, 1]),
+            outputs=("kl", "logp_train", "logp_rollout", "log_ratio"),
+        )
+        assert exact.kl[0] == INF and exact.logp_train[0] == -INF
+        off = trm.verdict("mean_kl<=11", layout, divergence=exact)
+        assert off.reason.tolist() == [trm.Reason.SUPPORT]
+        verdict = trm.verdict("mean_kl<=11", layout, divergence=exact, infinity_cap=20.0)
+        assert verdict.keep.all() and verdict.capped.tolist() == [1]
+        loss, _ = trm.policy_loss(
+            exact.logp_train,
+            exact.logp_rollout,
+            torch.ones(1),
+            layout,
+            verdict=verdict,
+            kl=exact.kl,
+            kl_coef=0.1,
+            infinity_cap=20.0,
+        )
+        loss.backward()
+        assert torch.isfinite(loss) and torch.isfinite(train.grad).all()
+        assert (train.grad[0] == 0).all() and train.grad[1].abs().max() > 0
+
+    @pytest.mark.parametrize("cap", (0, -1.0, INF, NAN, "20"))
+    def test_bad_caps(self, cap):
+        with pytest.raises(ValueError, match="a cap of infinite values must be a finite number"):
+            self.loss([-1.0] * 3, [-1.0] * 3, infinity_cap=cap)
+        with pytest.raises(ValueError, match="a cap of infinite values must be a finite number"):
+            trm.verdict("max_k2<=9", self.layout, log_ratio=torch.zeros(3), infinity_cap=cap)
 
 
 class TestExactExpectation:
@@ -355,6 +597,46 @@ class TestRegressions:
         assert loss == other and gradient == other_gradient
         assert all(torch.equal(metrics[key], other_metrics[key]) for key in metrics)
 
+    @pytest.mark.parametrize("value", (200.0, -200.0, INF, -INF, NAN))
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_excluded_sequences_leave_loss_and_gradients_bit_equal(self, name, value):
+        layout = SequenceLayout.from_lengths([2, 3, 1])
+        kl = torch.tensor([0.1, 0.1, 9.0, 0.1, 0.1, 0.1])
+        verdict = trm.max_kl_verdict(kl, layout, max_kl=1)
+        results = []
+        for fill in (0.0, value):
+            lr = torch.tensor([0.1, -0.15, fill, fill, 0.0, 0.02])
+            results.append(
+                simple(
+                    lr,
+                    [1.0, fill, -3.0],
+                    layout=layout,
+                    estimator=name,
+                    verdict=verdict,
+                    **OPTIONS[name],
+                )
+            )
+        assert results[0][:2] == results[1][:2] and results[0][0] != 0
+
+    @pytest.mark.parametrize("value", (NAN, INF, -INF))
+    def test_every_path_to_the_ratio_has_one_policy(self, value):
+        # Two code paths of one library disagreed on NaN: weights, verdict, loss and metrics here.
+        layout = SequenceLayout.from_lengths([2, 2])
+        train = torch.tensor([-1.0, value, -1.0, -0.5], requires_grad=True)
+        rollout = torch.full((4,), -1.0)
+        lr = trm.log_ratio(train, rollout).detach()
+        logps = {"logp_train": train.detach(), "logp_rollout": rollout}
+        for criteria in ("max_k2<=9", "geo_ratio<=9", "token_ratio<=9", "max_binary_kl<=99"):
+            given = {"divergence": logps} if "binary" in criteria else {"log_ratio": lr}
+            for evidence in ({"divergence": logps}, given):
+                assert trm.verdict(criteria, layout, **evidence).keep.tolist() == [False, True]
+        loss, metrics = trm.policy_loss(train, rollout, torch.ones(2), layout, estimator="token_is")
+        loss.backward()
+        assert loss.item() == pytest.approx(-(1 + math.exp(0.5)) / 2, rel=1e-6)
+        assert train.grad.tolist() == pytest.approx([0, 0, -0.5, -math.exp(0.5) / 2], rel=1e-6)
+        assert metrics["trm/loss/unusable_sequences"] == 1
+        assert trm.batch_metrics(layout, log_ratio=lr)["trm/k1"] == pytest.approx(-0.5 / 3)
+
     def test_a_rejected_stale_token_contributes_exactly_nothing(self):
         layout = SequenceLayout.from_lengths([1, 1])
         train = torch.tensor([-1.0, -1.0], requires_grad=True)
@@ -389,10 +671,12 @@ class TestRegressions:
         lr = [[0.1, -1.5, 0.8, -10.0, 0.3]]
         numerator = -(math.exp(0.1) + math.exp(0.3))
         for denominator, d in (("kept_tokens", 2), ("tokens", 5)):
-            loss, _, metrics = simple(
+            loss, gradient, metrics = simple(
                 lr, [1.0], estimator="icepop", band=(0.5, 2.0), denominator=denominator
             )
             assert loss == pytest.approx(numerator / d, rel=1e-6)
+            wanted = [-math.exp(0.1) / d, 0, 0, 0, -math.exp(0.3) / d]
+            assert gradient[0] == pytest.approx(wanted, rel=1e-6)
             assert metrics["trm/loss/kept_token_ratio"].item() == 0.4
 
     def test_one_effective_mask_in_every_reduction(self):
@@ -419,6 +703,68 @@ class TestRegressions:
         )
         assert loss == -1 and gradient == [0, 0, -0.5, -0.5]
 
+    def test_a_token_mask_does_not_take_the_outcome_reward_away(self):
+        layout = SequenceLayout.from_lengths([3])
+        kl = torch.tensor([0.0, 0.0, 5.0])  # where an engine puts the reward
+        verdict = trm.verdict("token_kl<=1", layout, divergence={"kl": kl})
+        loss, gradient, _ = simple(
+            [0.0] * 3, [2.0], layout=layout, verdict=verdict, estimator="token_mask"
+        )
+        assert loss == -4 and gradient == [-2, -2, 0]
+
+    def test_rejected_siblings_do_not_move_the_kept_ones(self):
+        # Rewards 100 (rejected) and 1: the kept row once trained on -49.5.
+        layout = SequenceLayout.from_lengths([1, 1])
+        verdict = trm.max_kl_verdict(torch.tensor([9.0, 0.0]), layout, max_kl=1)
+        groups = torch.zeros(2, dtype=torch.int64)
+        advantages = trm.group_advantages(torch.tensor([100.0, 1.0]), groups, verdict.keep)
+        loss, gradient, _ = simple([0.0, 0.0], advantages, layout=layout, verdict=verdict)
+        assert loss == -0.5 and gradient == [0, -0.5]
+
+    def test_what_length_does_to_a_product_and_not_to_a_mean(self):
+        T, drift = 2000, -0.001
+        lr = torch.full((1, T), drift, dtype=torch.float64)
+        one = torch.ones(1, dtype=torch.float64)
+        _, product, _ = simple(lr, one, estimator="seq_is")
+        _, mean, _ = simple(lr, one, estimator="gspo", clip=1.0)
+        assert product[0][0] == pytest.approx(-0.1353, abs=5e-5)
+        assert T * mean[0][0] == pytest.approx(-0.9990, abs=5e-5)
+        # 0.012 over 100 tokens: past a product's cap of 3, well inside one of the mean's.
+        lr = torch.full((1, 100), 0.012, dtype=torch.float64)
+        loss, product, _ = simple(lr, one, estimator="seq_mis", clip=3.0)
+        assert loss == 0 and product[0][0] == 0
+        loss, mean, _ = simple(lr, one, estimator="geo_mask", band=(0.5, 3.0))
+        assert loss == -100 and mean[0][0] == -1
+
+    def test_ratios_of_a_truncated_rollout(self):
+        # Top-2 of (.5, .3, .1, .1): processed rollout log-probs make every ratio 0.8 = S.
+        layout = SequenceLayout.from_lengths([2])
+        law = torch.tensor([0.5, 0.3, 0.1, 0.1], dtype=torch.float64)
+        rollout = torch.tensor([0.625, 0.375, 0.0, 0.0], dtype=torch.float64).log().expand(2, 4)
+        tokens = torch.tensor([0, 1])
+        names = ("kl", "logp_train", "logp_rollout", "log_ratio")
+        z = law.log().expand(2, 4).clone().requires_grad_()
+        exact = trm.token_divergence(rollout, z, tokens=tokens, outputs=names)
+        assert exact.log_ratio.exp().tolist() == pytest.approx([0.8, 0.8], rel=1e-12)
+        assert exact.kl.tolist() == pytest.approx([-math.log(0.8)] * 2, rel=1e-12)
+        loss, _ = trm.policy_loss(
+            exact.logp_train,
+            exact.logp_rollout,
+            torch.ones(1).double(),
+            layout,
+            estimator="token_is",
+            kl=exact.kl,
+            kl_coef=1.0,
+        )
+        (gradient,) = torch.autograd.grad(loss, z)
+        one_hot = torch.nn.functional.one_hot(tokens, 4)
+        wanted = -0.8 * (one_hot - law) + (law - rollout.exp())
+        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-14)
+        # The same support replayed on the train side: nothing is left.
+        replayed = torch.where(rollout == -INF, -INF, law.log().expand(2, 4))
+        exact = trm.token_divergence(rollout, replayed, tokens=tokens, outputs=names)
+        assert exact.kl.abs().max() < 1e-15 and exact.log_ratio.abs().max() < 1e-15
+
     def test_clip_fractions_count_the_same_mask_above_and_below(self):
         lr = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
         mask = torch.tensor([[True, True, False, False]])
@@ -433,6 +779,41 @@ class TestRegressions:
         assert simple([[0.0, 0.0]], [1.0])[2]["trm/ratio/identical"] == 1
         assert simple([[0.0, 1e-7]], [1.0])[2]["trm/ratio/identical"] == 0
         assert simple([[0.1, 0.1]], [1.0])[2]["trm/ratio/identical"] == 0
+
+    def test_identical_log_probs_warn_once(self):
+        zero, other = [[0.0, 0.0]], [[0.0, 0.1]]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_identical.cache_clear()
+            simple(other, [1.0])
+            simple([[0.1, 0.1]], [1.0])
+            with pytest.raises(UserWarning, match="exactly 0: logp_train and logp_rollout are"):
+                simple(zero, [1.0])
+        warn_identical.cache_clear()
+        with pytest.warns(UserWarning, match="exactly 0") as caught:
+            simple(zero, [1.0])
+            simple(zero, [1.0])
+        assert len(caught) == 1 and caught[0].filename == __file__
+
+    def test_a_warning_where_the_metrics_reach_the_host(self):
+        # On a GPU the loss looks at nothing: what reads its metrics warns.
+        _, _, metrics = simple([[0.0, 0.0]], [1.0])
+        layout, zero = SequenceLayout.from_lengths([2]), torch.zeros(2)
+        calls = (
+            lambda: trm.as_floats(metrics),
+            lambda: trm.batch_metrics(layout, log_ratio=zero, sync=True),
+        )
+        for call in calls:
+            warn_identical.cache_clear()
+            with pytest.warns(UserWarning, match="exactly 0") as caught:
+                call()
+                call()
+            assert len(caught) == 1
+        warn_identical.cache_clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trm.batch_metrics(layout, log_ratio=zero)
+            trm.as_floats(simple([[0.0, 0.1]], [1.0])[2])
 
     def test_a_sampled_kl_has_no_gradient_and_the_exact_one_has(self):
         # E[grad k1] = 0 by enumeration; the exact penalty's gradient is q - p.
@@ -698,6 +1079,173 @@ def test_the_layout_can_be_made_inside_the_graph():
     assert compiled(*data, layout.token_mask)[0].item() == pytest.approx(
         training_step(*data, layout)[0].item(), rel=1e-6
     )
+
+
+def total_loss(names, train, rollout, advantages, kl, mask):
+    """The sum of the estimators' losses, differentiated through weights, and their metrics."""
+    layout = SequenceLayout.from_mask(mask)
+    verdict = trm.verdict("max_kl<=0.9", layout, divergence={"kl": kl}, infinity_cap=5.0)
+    total, metrics = train.new_zeros(()), {}
+    for name in names:
+        loss, metrics[name] = trm.policy_loss(
+            train,
+            rollout,
+            advantages,
+            layout,
+            estimator=name,
+            verdict=verdict,
+            detach=name == "geo_mask",
+            infinity_cap=5.0,
+            **OPTIONS[name],
+        )
+        total = total + loss
+    return total, metrics
+
+
+def total_loss_data():
+    generator = torch.Generator().manual_seed(4)
+    mask = torch.rand(6, 5, generator=generator) < 0.8
+    rollout = -torch.rand(6, 5, generator=generator)
+    train = rollout + 0.3 * torch.randn(6, 5, generator=generator)
+    advantages = torch.randn(6, generator=generator)
+    kl = torch.rand(6, 5, generator=generator)
+    mask[0], kl[0] = True, 0.1
+    return train, rollout, advantages, kl, mask
+
+
+@pytest.mark.parametrize(
+    "names",
+    (
+        ("gspo",),
+        pytest.param(tuple(OPTIONS), marks=pytest.mark.slow, id="every_estimator"),
+    ),
+)
+def test_estimators_compile_in_one_graph(names):
+    torch._dynamo.reset()
+    step = functools.partial(total_loss, names)
+    train, *others = total_loss_data()
+    train[0, 1] = -INF  # capped
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (compiled, step):
+        live = train.clone().requires_grad_()
+        loss, metrics = f(live, *others)
+        loss.backward()
+        results.append((loss.detach(), live.grad, metrics))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
+    assert all(m["trm/loss/capped_tokens"] == 1 for m in results[0][2].values())
+    assert results[0][1][0, 1] == 0 and results[0][1].abs().max() > 0
+
+
+class TestBadAdvantagesWhereNothingIsLookedAt:
+    """Under torch.compile and on a GPU: the loss is NaN, and metrics say how many and where."""
+
+    @pytest.mark.parametrize("value", (NAN, INF, -INF))
+    def test_compiled(self, value):
+        torch._dynamo.reset()
+        train, rollout, advantages, kl, mask = total_loss_data()
+        layout = SequenceLayout.from_mask(mask)
+        keep = trm.max_kl_verdict(kl, layout, max_kl=0.9).keep
+        assert keep[0] and not keep.all()
+
+        def step(train, advantages):
+            layout = SequenceLayout.from_mask(mask)
+            verdict = trm.max_kl_verdict(kl, layout, max_kl=0.9)
+            return trm.policy_loss(train, rollout, advantages, layout, verdict=verdict)
+
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        # In a rejected sequence it does not matter.
+        harmless = torch.where(keep, advantages, value)
+        live = train.clone().requires_grad_()
+        loss, metrics = compiled(live, harmless)
+        loss.backward()
+        assert torch.isfinite(loss) and torch.isfinite(live.grad).all()
+        assert metrics["trm/loss/bad_advantages"] == 0
+        assert metrics["trm/loss/first_bad_advantage"] == -1
+        # In one that stays the loss says so, and an optimiser step must not follow.
+        last = int(keep.nonzero()[-1])
+        bad = torch.where(torch.arange(6) == last, value, advantages)
+        live = train.clone().requires_grad_()
+        loss, metrics = compiled(live, bad)
+        loss.backward()
+        assert torch.isnan(loss)
+        assert metrics["trm/loss/bad_advantages"] == mask[last].sum()
+        first = 5 * last + int(mask[last].nonzero()[0])
+        assert metrics["trm/loss/first_bad_advantage"] == first
+        assert not torch.isfinite(live.grad[last][mask[last]]).any()
+        assert (live.grad[~mask] == 0).all() and torch.isfinite(live.grad[:last]).all()
+        with pytest.raises(ValueError, match=rf"advantages is {value} at kept token \[{last}, "):
+            step(train, bad)
+
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_no_estimator_hides_it(self, name, monkeypatch):
+        # Clipped, capped and rejected tokens too: 0 * NaN is NaN, and a mask of its own is none.
+        monkeypatch.setattr("trm_ext.losses._free_to_look", lambda values: False)
+        train, rollout, advantages, kl, mask = total_loss_data()
+        layout = SequenceLayout.from_mask(mask)
+        for detach in (True, False)[: 1 + (name != "geo_mask")]:
+            for row in range(6):
+                bad = torch.where(torch.arange(6) == row, NAN, advantages)
+                loss, metrics = trm.policy_loss(
+                    train,
+                    rollout,
+                    bad,
+                    layout,
+                    estimator=name,
+                    verdict=trm.max_kl_verdict(kl, layout, max_kl=0.9),
+                    detach=detach,
+                    **OPTIONS[name],
+                )
+                assert torch.isnan(loss) == (metrics["trm/loss/bad_advantages"] > 0)
+
+    def test_no_value_is_read_off_another_device(self):
+        # Meta tensors have no values: reading one raises.
+        layout = SequenceLayout.from_mask(torch.ones(2, 3, dtype=torch.bool, device="meta"))
+        values = torch.empty(2, 3, device="meta", requires_grad=True)
+        for name in OPTIONS:
+            verdict = trm.verdict("max_kl<=1", layout, divergence={"kl": values})
+            loss, metrics = trm.policy_loss(
+                values,
+                values,
+                torch.empty(2, device="meta"),
+                layout,
+                estimator=name,
+                verdict=verdict,
+                detach=name == "geo_mask",
+                infinity_cap=20.0,
+            )
+            loss.backward()
+            assert loss.device.type == "meta"
+            assert all(value.device.type == "meta" for value in metrics.values())
+
+    @pytest.mark.gpu
+    def test_on_a_gpu(self):
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        train, rollout, advantages, kl, mask = (x.cuda() for x in total_loss_data())
+        advantages[0] = NAN
+        live = train.requires_grad_()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss, metrics = total_loss(OPTIONS, live, rollout, advantages, kl, mask)
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.isnan(loss)
+        found = trm.as_floats(metrics["trm"])
+        assert found["trm/loss/bad_advantages"] == 5
+        assert found["trm/loss/first_bad_advantage"] == 0
+
+
+@pytest.mark.slow
+def test_inductor_keeps_a_bad_advantage_visible():
+    torch._dynamo.reset()
+    train, rollout, advantages, kl, mask = total_loss_data()
+    advantages[0] = NAN
+    step = torch.compile(functools.partial(total_loss, ("ppo_clip",)), fullgraph=True)
+    loss, metrics = step(train, rollout, advantages, kl, mask)
+    assert torch.isnan(loss) and metrics["ppo_clip"]["trm/loss/bad_advantages"] == 5
 
 
 @pytest.mark.slow

@@ -412,6 +412,55 @@ class TestNonFinite:
         assert found.statistics[0, 0] == 1250
 
 
+class TestInfinityCap:
+    """Off by default; what it caps is judged as that number, and counted."""
+
+    layout = SequenceLayout.from_lengths([2, 2, 1, 1])
+    kl = torch.tensor([INF, 0.5, 0.1, 0.1, NAN, INF])
+    lr = torch.tensor([-INF, 1.0, 0.0, INF, 0.0, NAN])
+
+    @pytest.mark.parametrize(
+        ("text", "statistic", "keep", "capped"),
+        (
+            ("max_kl<=2", [2, 0.1], [1, 1, 0, 1], [1, 0, 0, 1]),
+            ("max_kl<=1.9", [2, 0.1], [0, 1, 0, 0], [1, 0, 0, 1]),
+            ("mean_kl<=1.25", [1.25, 0.1], [1, 1, 0, 0], [1, 0, 0, 1]),
+            ("sum_kl<=2.4", [2.5, 0.2], [0, 1, 0, 1], [1, 0, 0, 1]),
+            ("token_kl<=1", [0.5, 1], [1, 1, 0, 0], [1, 0, 0, 1]),
+            ("0.6<=geo_ratio<=2.7", [-0.5, 1], [1, 0, 1, 0], [1, 1, 0, 0]),
+            ("seq_ratio<=1", [-1, 2], [1, 0, 1, 0], [1, 1, 0, 0]),
+            ("max_k2<=2", [2, 2], [1, 1, 1, 0], [1, 1, 0, 0]),
+            ("max_k3<=2", [math.expm1(-2) + 2, math.exp(2) - 3], [1, 0, 1, 0], [1, 1, 0, 0]),
+            ("max_kl<=2 & max_k2<=2", [2, 0.1], [1, 1, 0, 0], [1, 1, 0, 1]),
+        ),
+    )
+    def test_by_hand(self, text, statistic, keep, capped):
+        given = {"divergence": {"kl": self.kl}, "log_ratio": self.lr}
+        found = trm.verdict(text, self.layout, infinity_cap=2.0, **given)
+        assert found.keep.tolist() == [bool(k) for k in keep]
+        assert found.capped.tolist() == capped
+        assert found.statistics[0, :2].tolist() == pytest.approx(statistic, rel=1e-6)
+        assert found.metrics(sync=True)["trm/capped_tokens"] == sum(capped)
+        assert Reason.SUPPORT not in found.reason.tolist()
+        # The exact numbers stay what they are.
+        assert found.max_kl[[0, 3]].tolist() == [INF, INF] and found.max_kl[2].isnan()
+        off = trm.verdict(text, self.layout, **given)
+        assert off.capped.tolist() == [0] * 4 and Reason.SUPPORT in off.reason.tolist()
+
+    def test_binary_kl_of_an_impossible_token(self):
+        logps = {"logp_train": torch.tensor([-INF]), "logp_rollout": torch.tensor([-1.0])}
+        layout = SequenceLayout.from_lengths([1])
+        found = trm.verdict("max_binary_kl<=7", layout, divergence=logps, infinity_cap=7.0)
+        assert found.keep.all() and found.statistics.item() == 7 and found.capped.item() == 1
+
+    def test_what_does_not_count_is_not_capped(self):
+        layout = SequenceLayout.from_mask(torch.tensor([[True, False]]))
+        found = trm.verdict(
+            "max_kl<=1", layout, divergence={"kl": torch.tensor([[0.0, INF]])}, infinity_cap=0.5
+        )
+        assert found.capped.tolist() == [0] and found.statistics.item() == 0
+
+
 class TestSupport:
     def test_a_truncated_rollout_has_a_finite_kl(self):
         # Top-2 of (.5, .3, .1, .1): the trainer normalises over everything.

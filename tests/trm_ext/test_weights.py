@@ -136,6 +136,12 @@ def test_a_sum_over_tokens_has_no_gradient_outside_the_mask():
     assert x.grad.tolist() == [3, 0, 5, 5]
 
 
+def test_no_advantage_is_never_clipped():
+    layout, x = SequenceLayout.from_lengths([2]), torch.tensor([4.0, 0.25]).log()
+    found = weights.ppo_clip(x, torch.zeros(2), layout, clip=(0.2, 0.2, 3.0))
+    torch.testing.assert_close(found, torch.tensor([4.0, 0.25]))
+
+
 def test_exp_saturates_and_caps_are_exact():
     layout, x = SequenceLayout.from_lengths([2]), torch.tensor([1e30, 3.0])
     for f in (weights.token_is, weights.seq_is, weights.gspo):
