@@ -765,6 +765,64 @@ class TestRegressions:
         exact = trm.token_divergence(rollout, replayed, tokens=tokens, outputs=names)
         assert exact.kl.abs().max() < 1e-15 and exact.log_ratio.abs().max() < 1e-15
 
+    def test_a_temperature_that_one_side_forgets(self):
+        # Sampled at 0.6, scored at 1: every ratio is off. Given to both sides, nothing is left.
+        z = torch.tensor([[1.0, 0.2, -0.5]], dtype=torch.float64, requires_grad=True)
+        layout, tokens = SequenceLayout.from_lengths([1]), torch.tensor([0])
+        names = ("kl", "logp_train", "logp_rollout", "log_ratio")
+        for train_temperature in (0.6, 1.0):
+            exact = trm.token_divergence(
+                z.detach(),
+                z,
+                tokens=tokens,
+                rollout_temperature=0.6,
+                train_temperature=train_temperature,
+                outputs=names,
+            )
+            p, q = (torch.softmax(z.detach() / t, -1) for t in (0.6, train_temperature))
+            assert exact.kl.item() == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-15)
+            loss, _ = trm.policy_loss(
+                exact.logp_train,
+                exact.logp_rollout,
+                torch.ones(1).double(),
+                layout,
+                estimator="token_is",
+                kl=exact.kl,
+                kl_coef=1.0,
+            )
+            (gradient,) = torch.autograd.grad(loss, z)
+            rho = float(q[0, 0] / p[0, 0])
+            assert exact.log_ratio.item() == pytest.approx(math.log(rho), abs=1e-15)
+            policy = -rho * (torch.tensor([[1.0, 0.0, 0.0]]) - q)
+            wanted = (policy + q - p) / train_temperature
+            torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-15)
+            assert (rho == 1) == (train_temperature == 0.6)
+        with pytest.raises(ValueError, match="rollout_temperature must be a finite number > 0"):
+            trm.token_divergence(z, z, rollout_temperature=0.0)
+
+    def test_the_loss_does_not_depend_on_who_holds_which_tokens(self):
+        # Context parallelism: two ranks hold interleaved pieces and the verdict of the whole.
+        packed, kl, ratio = batch(6)
+        advantages = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
+        verdict = trm.max_kl_verdict(kl, packed, max_kl=0.9)
+        train, rollout = ratio.double().requires_grad_(), torch.zeros_like(ratio).double()
+        whole, _ = trm.policy_loss(train, rollout, advantages, packed, verdict=verdict)
+        (wanted,) = torch.autograd.grad(whole, train)
+        total = 0.0
+        for rank in (0, 1):
+            here = (packed.position % 2 == rank).nonzero().flatten().flip(0)
+            layout = SequenceLayout.from_segments(
+                packed.sequence_id[here], packed.position[here], 40, packed.token_mask[here]
+            )
+            part = verdict._replace(token_keep=verdict.token_keep[here])
+            loss, _ = trm.policy_loss(
+                train[here], rollout[here], advantages, layout, verdict=part, denominator=40
+            )
+            loss.backward()
+            total += loss.item()
+        assert total == pytest.approx(whole.item(), rel=1e-13) and total != 0
+        torch.testing.assert_close(train.grad, wanted, rtol=1e-13, atol=0)
+
     def test_clip_fractions_count_the_same_mask_above_and_below(self):
         lr = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
         mask = torch.tensor([[True, True, False, False]])
