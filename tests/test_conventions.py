@@ -2,6 +2,7 @@
 """The tests that docs/conventions.md names exist, and it names every regression test."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ TEXT = (ROOT / "docs" / "conventions.md").read_text()
 NAMED = re.findall(r"`(test_\w+\.py)::([\w:]+)`", TEXT)
 
 
+@functools.cache
 def names_in(path: Path) -> set[str]:
     """Every test of a file, as ``test_x`` or ``TestY::test_x``."""
     found = set()

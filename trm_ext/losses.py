@@ -100,11 +100,12 @@ def policy_loss(
     not stay get no gradient either way.
 
     A verdict masks any estimator. Sequence statistics are over all counted tokens, whatever the
-    verdict masks. A sequence with a log-ratio (or ``kl``) that is not finite at a counted token is
-    rejected, an infinite one unless ``infinity_cap`` says what it counts as. With nothing left the
-    loss is 0 with a live graph and zero gradients, and ``trm/loss/all_rejected`` is 1. PPO's
-    clipped branch: rho > 1 + high for A > 0, rho < 1 - low for A < 0, and, with dual, rho > dual
-    for A < 0; the boundary is not clipped.
+    verdict masks; in a layout of pieces over those that it holds, so there take an estimator whose
+    weight is the token's. A sequence with a log-ratio (or ``kl``) that is not finite at a counted
+    token is rejected, an infinite one unless ``infinity_cap`` says what it counts as. With nothing
+    left the loss is 0 with a live graph and zero gradients, and ``trm/loss/all_rejected`` is 1.
+    PPO's clipped branch: rho > 1 + high for A > 0, rho < 1 - low for A < 0, and, with dual, rho >
+    dual for A < 0; the boundary is not clipped.
 
     Args:
         logp_train: log-probs of the sampled tokens, nats, shaped like the tokens; with gradient.
@@ -119,10 +120,10 @@ def policy_loss(
         denominator: D. ``sequences`` (default, the paper's N) counts all of the layout, rejected
             and empty ones included; ``kept_sequences``; ``tokens`` that count; ``kept_tokens``; or
             a number > 0, as gradient accumulation needs it (:func:`loss_denominator`). A count of
-            0 acts as 1.
+            0 acts as 1; a 0-d tensor that is NaN or negative makes the loss NaN.
         kl: exact KL(rollout||train) per token with its gradient, for a penalty over the tokens
             that stay.
-        kl_coef: weight of the penalty.
+        kl_coef: weight of the penalty, >= 0.
         detach: whether the weight is a constant, as in :mod:`trm_ext.weights`.
         infinity_cap: what an infinite log-ratio or ``kl`` counts as, nats, finite, > 0; its sign
             stays. A capped value is a constant: its token gets no gradient from it.
@@ -170,6 +171,8 @@ def policy_loss(
         kl = _checks.floating("kl", kl)
     elif kl_coef:
         raise ValueError(f"kl_coef is {kl_coef} but kl is missing")
+    if not 0 <= kl_coef < math.inf:
+        raise ValueError(f"kl_coef must be a finite number >= 0, got {kl_coef}")
     if not detach and estimator == "geo_mask":
         raise ValueError("estimator 'geo_mask' has no weight to differentiate, got detach=False")
     ratio, kl, infinite = _capped(raw, kl, infinity_cap)
@@ -294,7 +297,7 @@ def group_advantages(
 
     Raises:
         TypeError: rewards that are not floating point, groups not int64, keep not bool.
-        ValueError: shapes that differ, an unknown ``lone``.
+        ValueError: shapes that differ, an unknown ``lone``; on a CPU a group id out of range.
 
     Numerics:
         Sums in float64.
@@ -319,6 +322,11 @@ def group_advantages(
     if lone not in ("reward", "zero"):
         raise ValueError(_unknown("lone", lone, ("reward", "zero")))
     number = values.shape[0] if num_groups is None else num_groups
+    if _free_to_look(groups) and groups.numel():
+        low, high = (int(end) for end in groups.aminmax())
+        if low < 0 or high >= number:
+            wrong = low if low < 0 else high
+            raise ValueError(f"groups must be in 0..{number - 1} (num_groups), got {wrong}")
     kept = torch.where(keep, values, 0.0).double()
 
     def total(entries: Tensor) -> Tensor:
@@ -505,7 +513,7 @@ def _divisor(
                 f"denominator must be a 0-d tensor, got {_checks.shape_text(denominator)}"
             )
         number = denominator.detach().double()
-        return torch.where(number > 0, number, 1.0)
+        return torch.where(number == 0, 1.0, torch.where(number > 0, number, math.nan))
     if not isinstance(denominator, (int, float)) or not 0 < denominator < math.inf:
         raise ValueError(f"denominator must be a name or a finite number > 0, got {denominator!r}")
     return counted["tokens"].new_zeros(()) + denominator

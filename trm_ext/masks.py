@@ -264,8 +264,9 @@ class QuantileDivergence(_Limit):
     reason: ClassVar[Reason] = Reason.QUANTILE
 
     def __post_init__(self) -> None:
-        if not 0 < self.level <= 1:
-            raise ValueError(f"level must be in (0, 1], got {self.level}")
+        if not isinstance(self.level, (int, float)) or not 0 < self.level <= 1:
+            raise ValueError(f"level must be a number in (0, 1], got {self.level!r}")
+        object.__setattr__(self, "level", float(self.level))
         super().__post_init__()
 
     @property
@@ -295,6 +296,11 @@ class TokenDivergenceLimit(_Limit):
 
     reason: ClassVar[Reason] = Reason.TOKENS
     prefix: ClassVar[str] = "token"
+
+    def __post_init__(self) -> None:
+        if self.quantity == "ratio":
+            raise ValueError("token_ratio is the band of rho_t: TokenRatioBand, not a quantity")
+        super().__post_init__()
 
     def judge(self, evidence: Evidence) -> Finding:
         """The statistic is the share of counted tokens that pass."""
@@ -441,8 +447,9 @@ class LengthNormalized(Criterion):
 _LIMITS = (MaxDivergence, MeanDivergence, SumDivergence, TokenDivergenceLimit)
 _BANDS = (GeoRatioBand, SequenceRatioBand, TokenRatioBand)
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|inf|nan)"
+_QUANTILE = r"q\d*\.?\d+(?:e[-+]?\d+)?_\w+"
 _FORM = re.compile(
-    rf"(?:(?P<low>{_NUMBER})<=)?(?P<name>[A-Za-z][\w.]*)(?:\((?P<options>[^)]*)\))?"
+    rf"(?:(?P<low>{_NUMBER})<=)?(?P<name>{_QUANTILE}|[A-Za-z][\w.]*)(?:\((?P<options>[^)]*)\))?"
     rf"(?:(?P<sign><=|>=)(?P<high>{_NUMBER}))?"
 )
 _EXAMPLES = (
@@ -504,8 +511,9 @@ def _parse_one(text: str) -> Criterion:
             for limit in _LIMITS:
                 if name.startswith(limit.prefix + "_"):
                     return limit(name[len(limit.prefix) + 1 :], high)
-            if quantile := re.fullmatch(r"q(\d*\.?\d+)_(\w+)", name):
-                return QuantileDivergence(quantile[2], high, float(quantile[1]))
+            if re.fullmatch(_QUANTILE, name):
+                level, quantity = name[1:].split("_", 1)
+                return QuantileDivergence(quantity, high, float(level))
     raise ValueError(f"cannot read criterion {text.strip()!r}; examples: {_EXAMPLES}")
 
 
@@ -577,6 +585,8 @@ def as_criteria(criteria: str | Criterion | Iterable[str | Criterion]) -> tuple[
 
 def check_band(name: str, band: Sequence[float]) -> tuple[float, float]:
     """A band is ``0 <= low <= high`` with high > 0."""
+    if not isinstance(band, Sequence) or len(band) != 2:
+        raise ValueError(f"{name} must be (low, high), got {band!r}")
     low, high = (_checks.check_threshold(f"{name} bound", bound) for bound in band)
     if high <= 0:
         raise ValueError(f"{name} upper bound must be > 0, got {high}")
@@ -886,6 +896,8 @@ def trust_region_mask(
     layout: SequenceLayout,
     *,
     max_kl: float,
+    rollout_temperature: float | Tensor = 1.0,
+    train_temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
 ) -> SequenceVerdict:
     """Masks every sequence in which the exact KL exceeds a threshold at any counted token.
@@ -901,6 +913,8 @@ def trust_region_mask(
         train_logits: ``[*tokens, V]`` of the policy that is trained; no gradient flows.
         layout: which tokens belong to which sequence, and which count; others are not even read.
         max_kl: threshold in nats, >= 0.
+        rollout_temperature: what the rollout logits are divided by, > 0, a number or per token.
+        train_temperature: likewise.
         vocab_size: number of real columns where the logits are padded.
 
     Returns:
@@ -908,7 +922,8 @@ def trust_region_mask(
 
     Raises:
         TypeError: logits that are not floating point.
-        ValueError: shapes or devices that differ, a negative or NaN threshold.
+        ValueError: shapes or devices that differ, a negative or NaN threshold, a temperature that
+            is not > 0.
 
     Source:
         Trust Region Masking, arXiv 2512.23075, the max criterion with exact KL.
@@ -924,7 +939,12 @@ def trust_region_mask(
     layout.check("logits without their vocabulary", rollout_logits[..., 0])
     with torch.no_grad():
         divergence = token_divergence(
-            rollout_logits, train_logits, token_mask=layout.token_mask, vocab_size=vocab_size
+            rollout_logits,
+            train_logits,
+            token_mask=layout.token_mask,
+            rollout_temperature=rollout_temperature,
+            train_temperature=train_temperature,
+            vocab_size=vocab_size,
         )
     assert divergence.kl is not None
     return max_kl_verdict(divergence.kl, layout, max_kl=max_kl)

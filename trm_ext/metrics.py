@@ -46,9 +46,12 @@ def batch_metrics(
     ``trm/kl/...``              mean, max and quantiles p50, p90, p99, p99.9 over tokens with a
                                 finite exact KL; ``not_finite`` counts the others; ``seq_max``,
                                 ``seq_mean``, ``seq_sum``: mean and ``_max`` over finite sequences
-    ``trm/k1``, ``trm/k3`` ...  means over tokens with a finite log-ratio; abs_log_ratio also max
+                                (``trm/kl/sequences``)
+    ``trm/k1``, ``trm/k3`` ...  means over tokens with a finite log-ratio (``trm/ratio/tokens``);
+                                abs_log_ratio also max
     ``trm/ratio/identical``     1 if every log-ratio is exactly 0: the same numbers twice?
     ``trm/estimate/...``        k1 and k3 minus the exact KL, mean over tokens that have both
+                                (``trm/estimate/tokens``)
     ``trm/weights/ess``         (Σw)²/Σw² over the number of weights that are not 0
     ``trm/agreement...``        share of sequences on which ``verdict`` and ``other`` agree, and
                                 that only one rejects: ``.../missed`` (verdict does, other keeps)
@@ -107,6 +110,7 @@ def batch_metrics(
         found.update(_ratio(ratio, layout))
     if kl is not None and ratio is not None:
         both = layout.token_mask & torch.isfinite(kl) & torch.isfinite(ratio)
+        found["trm/estimate/tokens"] = both.sum().double()
         for name in ("k1", "k3"):
             gap = estimators.FROM_LOG_RATIO[name](ratio).double() - kl
             found[f"trm/estimate/{name}_minus_kl"] = _mean(gap, both)
@@ -197,6 +201,7 @@ def _kl(kl: Tensor, layout: SequenceLayout) -> dict[str, Tensor | float]:
         found[f"trm/kl/{name}"] = torch.where(number > 0, value.double(), math.nan)
     reduced = _sequences.reduce_tokens(kl, layout)
     usable = (reduced.tokens > 0) & torch.isfinite(reduced.total)
+    found["trm/kl/sequences"] = usable.sum().double()
     for name, value in (
         ("seq_max", reduced.largest.double()),
         ("seq_mean", reduced.total / reduced.tokens.clamp(min=1)),
@@ -213,6 +218,7 @@ def _ratio(ratio: Tensor, layout: SequenceLayout) -> dict[str, Tensor | float]:
         f"trm/{name}": _mean(estimator(ratio), finite)
         for name, estimator in estimators.FROM_LOG_RATIO.items()
     }
+    found["trm/ratio/tokens"] = finite.sum().double()
     found["trm/abs_log_ratio_max"] = _largest(ratio.abs(), finite)
     found["trm/unscored_tokens"] = (layout.token_mask & torch.isnan(ratio)).sum().double()
     nonzero = (layout.token_mask & (ratio != 0)).any()

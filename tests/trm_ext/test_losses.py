@@ -947,6 +947,10 @@ class TestGroupAdvantages:
             trm.group_advantages(zeros, torch.zeros(3, dtype=torch.int64))
         with pytest.raises(ValueError, match="unknown lone 'mean'; choose from reward, zero"):
             trm.group_advantages(zeros, torch.zeros(2, dtype=torch.int64), lone="mean")
+        with pytest.raises(ValueError, match=r"groups must be in 0\.\.1 \(num_groups\), got 7"):
+            trm.group_advantages(zeros, torch.tensor([0, 7]))
+        with pytest.raises(ValueError, match=r"groups must be in 0\.\.1 \(num_groups\), got -1"):
+            trm.group_advantages(zeros, torch.tensor([0, -1]))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -1009,12 +1013,34 @@ class TestBadInput:
             ({"estimator": "icepop", "band": (5, 0.5)}, "lower bound 5.0 exceeds its upper"),
             ({"estimator": "token_is", "denominator": "mean"}, "unknown denominator 'mean'"),
             ({"estimator": "token_is", "denominator": 0}, "finite number > 0, got 0"),
+            ({"estimator": "icepop", "band": (0.5,)}, r"band must be \(low, high\), got \(0.5,\)"),
+            ({"estimator": "icepop", "band": 2.0}, r"band must be \(low, high\), got 2.0"),
             ({"estimator": "token_is", "kl_coef": 0.1}, "kl_coef is 0.1 but kl is missing"),
+            (
+                {"estimator": "token_is", "kl": torch.zeros(3), "kl_coef": -0.1},
+                "kl_coef must be a finite number >= 0, got -0.1",
+            ),
+            (
+                {"estimator": "token_is", "kl": torch.zeros(3), "kl_coef": NAN},
+                "kl_coef must be a finite number >= 0, got nan",
+            ),
         ),
     )
     def test_options(self, options, message):
         with pytest.raises(ValueError, match=message):
             trm.policy_loss(*self.good, self.layout, **options)
+
+    def test_a_denominator_that_is_no_count_is_not_replaced(self):
+        for value, wanted in ((2.0, -1.0), (0.0, -2.0), (-1.0, NAN), (NAN, NAN)):
+            loss, _ = trm.policy_loss(
+                torch.zeros(3),
+                torch.tensor([0.0, 0.0, 0.5]),
+                torch.tensor([1.0, 0.0]),
+                self.layout,
+                estimator="token_is",
+                denominator=torch.tensor(value),
+            )
+            assert loss.item() == pytest.approx(wanted, nan_ok=True)
 
     def test_advantages(self):
         a, b, _ = self.good

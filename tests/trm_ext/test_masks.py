@@ -142,6 +142,23 @@ class TestFromLogits:
         for a, b in zip(packed, padded, strict=True):
             assert torch.equal(a.flatten(), b.flatten())
 
+    def test_temperatures_of_both_sides(self):
+        x, layout = torch.randn(4, 50), SequenceLayout.from_lengths([2, 2])
+        per_token = torch.tensor([0.5, 0.7, 1.3, 2.0])
+        for rollout, train in ((1.0, 0.6), (0.6, 1.0), (0.6, 0.6), (per_token, 1.0)):
+            found = trm.trust_region_mask(
+                x, x, layout, max_kl=0.1, rollout_temperature=rollout, train_temperature=train
+            )
+            p, q = (
+                torch.log_softmax(x.double() / torch.as_tensor(t).reshape(-1, 1).double(), -1)
+                for t in (rollout, train)
+            )
+            kl = (p.exp() * (p - q)).sum(-1).reshape(2, 2).amax(1)
+            torch.testing.assert_close(found.max_kl.double(), kl, rtol=1e-5, atol=1e-12)
+            assert found.keep.tolist() == (kl <= 0.1).tolist()
+        with pytest.raises(ValueError, match="train_temperature must be a finite number > 0"):
+            trm.trust_region_mask(x, x, layout, max_kl=0.1, train_temperature=0.0)
+
     def test_no_gradient_flows(self):
         y = torch.randn(2, 9, requires_grad=True)
         verdict = trm.trust_region_mask(
@@ -566,6 +583,11 @@ class TestStrings:
             (back,) = trm.parse_criteria(str(trm.MaxDivergence("kl", value)))
             assert isinstance(back, trm.MaxDivergence) and back.limit == value
 
+    @pytest.mark.parametrize("level", (1e-5, 5e-324, 0.1 + 0.2, 1 / 3, 1))
+    def test_exact_levels_survive(self, level):
+        criterion = trm.QuantileDivergence("kl", 0.02, level)
+        assert trm.parse_criteria(str(criterion)) == (criterion,)
+
     def test_forms(self):
         assert trm.parse_criteria(" max_kl <= 2e-2&ser<=.05 & geo_ratio>=0.9") == (
             trm.MaxDivergence("kl", 0.02),
@@ -593,7 +615,7 @@ class TestBadCriteria:
             ("seq_ratio<=0", "seq_ratio upper bound must be > 0, got 0.0"),
             ("seq_ratio<=-1", "seq_ratio bound must be >= 0, got -1.0"),
             ("max_kl<=nan", "max_kl must be >= 0, got nan"),
-            ("q1.5_kl<=1", r"level must be in \(0, 1\], got 1.5"),
+            ("q1.5_kl<=1", r"level must be a number in \(0, 1\], got 1.5"),
             ("max_k9<=1", "no per-token values of 'k9'; there are kl, k1, k2"),
             ("max_k3<=1", "k3 needs log_ratio"),
             ("max_binary_kl<=1", "binary_kl needs logp_train and logp_rollout"),
@@ -603,6 +625,10 @@ class TestBadCriteria:
     def test_one_sentence(self, text, message):
         with pytest.raises(ValueError, match=message):
             trm.verdict(text, self.layout, divergence={"kl": torch.zeros(1)})
+
+    def test_a_quantity_that_reads_as_a_band(self):
+        with pytest.raises(ValueError, match="token_ratio is the band of rho_t: TokenRatioBand"):
+            trm.TokenDivergenceLimit("ratio", 2.0)
 
     def test_no_criterion(self):
         with pytest.raises(ValueError, match="criteria is empty"):

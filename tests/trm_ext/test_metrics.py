@@ -43,6 +43,9 @@ def test_every_number_on_every_layout(poison):
         "trm/kl/mean": k.mean(),
         "trm/kl/max": k.max(),
         "trm/kl/not_finite": 0,
+        "trm/kl/sequences": some.sum(),
+        "trm/ratio/tokens": m.sum(),
+        "trm/estimate/tokens": m.sum(),
         "trm/kl/seq_max": largest[some].mean(),
         "trm/kl/seq_sum": sums[some].mean(),
         "trm/kl/seq_sum_max": sums.max(),
@@ -119,6 +122,22 @@ def test_ranks_add_counts_not_averages():
         sum(part[key] for part in parts) for key in ("trm/sequences_kept", "trm/sequences")
     )
     assert kept / some == 1 and math.isnan(parts[1]["trm/accepted"])
+    # Means come with what they are means of, whatever is missing on a rank.
+    one = SequenceLayout.from_lengths([2, 1])
+    kls = (torch.tensor([0.1, NAN, 0.3]), torch.tensor([0.2, 0.4, INF]))
+    ratios = (torch.tensor([0.1, 0.2, -INF]), torch.tensor([NAN, NAN, -0.5]))
+    parts = [
+        trm.batch_metrics(one, divergence={"kl": k}, log_ratio=r)
+        for k, r in zip(kls, ratios, strict=True)
+    ]
+    for mean, count, wanted in (
+        ("trm/kl/mean", "trm/kl/tokens", 1.0 / 4),
+        ("trm/kl/seq_sum", "trm/kl/sequences", 0.9 / 2),
+        ("trm/k1", "trm/ratio/tokens", 0.2 / 3),
+    ):
+        total = sum(part[mean] * part[count] for part in parts)
+        assert total / sum(part[count] for part in parts) == pytest.approx(wanted, rel=1e-6)
+    assert [int(part["trm/estimate/tokens"]) for part in parts] == [1, 0]
     # An on-policy, padded batch: no padding value enters a minimum or a spread.
     ones = trm.batch_metrics(
         SequenceLayout.from_lengths([1, 3], padded_length=3), log_ratio=torch.zeros(2, 3)
