@@ -138,6 +138,7 @@ def test_ranks_add_counts_not_averages():
         total = sum(part[mean] * part[count] for part in parts)
         assert total / sum(part[count] for part in parts) == pytest.approx(wanted, rel=1e-6)
     assert [int(part["trm/estimate/tokens"]) for part in parts] == [1, 0]
+    assert [int(part["trm/kl/sequences"]) for part in parts] == [1, 1]
     # An on-policy, padded batch: no padding value enters a minimum or a spread.
     ones = trm.batch_metrics(
         SequenceLayout.from_lengths([1, 3], padded_length=3), log_ratio=torch.zeros(2, 3)
