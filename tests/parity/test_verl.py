@@ -100,6 +100,27 @@ def test_adversarial_values_inside_the_clamp(option):
         assert ours.token_keep.equal(verl_mask(lr, mask, option, threshold)), threshold
 
 
+@pytest.mark.parametrize(("option", "threshold"), OPTIONS.items())
+def test_infinities_agree_where_they_are_capped_as_verl_clamps(option, threshold):
+    differs = 0
+    for seed in range(SHARED):
+        lr, mask = batch(seed)
+        generator = torch.Generator().manual_seed(seed)
+        where = torch.rand(8, 7, generator=generator) < 0.08
+        sign = torch.where(torch.rand(8, 7, generator=generator) < 0.5, 1.0, -1.0)
+        lr = torch.where(mask & where, math.inf * sign, lr)
+        layout = SequenceLayout.from_mask(mask)
+        for limit in (threshold, "1e-9_1e12" if option.endswith("k1") else "1e9"):
+            wanted = verl_mask(lr, mask, option, limit)
+            criterion = text(option, limit)
+            ours = trm.verdict(criterion, layout, log_ratio=lr, infinity_cap=20.0)
+            assert ours.token_keep.equal(wanted), seed
+            off = trm.verdict(criterion, layout, log_ratio=lr)
+            differs += int((off.token_keep != wanted).sum())
+        assert int(ours.capped.sum()) == int((mask & where).sum())
+    assert differs > 0
+
+
 @pytest.mark.parametrize("level", ("token", "sequence"))
 @pytest.mark.parametrize("threshold", (1.2, 2.0, "0.7_1.3"))
 def test_weights_agree(level, threshold):
