@@ -107,6 +107,13 @@ AREAL_MASKS = (
     ({"aggregate": "max", "upper": 2.5}, "max_ratio_gap<=1.5"),
     ({"upper": 1.5, "lower": 0.6}, "0.6<=token_ratio<=1.5"),
     ({"upper": 1.5}, "token_ratio<=1.5"),
+    # Their k1 is the log-ratio itself.
+    (
+        {"metric": "kl_k1", "aggregate": "mean", "upper": 0.2, "lower": -0.1},
+        f"{math.exp(-0.1)!r}<=geo_ratio<={math.exp(0.2)!r}",
+    ),
+    ({"metric": "kl_k1", "aggregate": "sum", "upper": 0.5}, f"seq_ratio<={math.exp(0.5)!r}"),
+    ({"metric": "kl_k1", "upper": 0.3}, f"token_ratio<={math.exp(0.3)!r}"),
     ({"metric": "kl_k2", "aggregate": "max", "upper": 0.3}, "max_k2<=0.3"),
     ({"metric": "kl_k2", "aggregate": "mean", "upper": 0.1}, "mean_k2<=0.1"),
     ({"metric": "kl_k2", "aggregate": "sum", "upper": 0.6}, "sum_k2<=0.6"),

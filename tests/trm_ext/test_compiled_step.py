@@ -2,6 +2,7 @@
 """Divergence, verdict, loss and backward in one compiled step, and inside a model's training."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import trm_ext as trm
 from tests.trm_ext.test_losses import OPTIONS
 from trm_ext import SequenceLayout
+from trm_ext.masks import warn_identical
 
 INF, NAN = float("inf"), float("nan")
 
@@ -155,6 +157,26 @@ def test_estimators_compile_in_one_graph(names):
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
     assert all(m["trm/loss/capped_tokens"] == 1 for m in results[0][2].values())
     assert results[0][1][0, 1] == 0 and results[0][1].abs().max() > 0
+
+
+def test_identical_log_probs_are_a_metric_inside_the_graph_and_no_warning():
+    torch._dynamo.reset()
+    layout, logp = SequenceLayout.from_lengths([2, 1]), torch.tensor([-1.0, -2.0, -3.0])
+
+    def step(train, rollout):
+        return trm.policy_loss(train, rollout, torch.ones(2), layout, estimator="token_is")
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    warn_identical.cache_clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="every log-ratio")
+        _, metrics = compiled(logp.clone().requires_grad_(), logp)
+        assert metrics["trm/ratio/identical"] == 1
+        with pytest.raises(UserWarning, match="every log-ratio"):
+            step(logp, logp)
+    warn_identical.cache_clear()
+    with pytest.warns(UserWarning, match="every log-ratio"):
+        trm.as_floats(metrics)
 
 
 class TestBadAdvantagesWhereNothingIsLookedAt:
