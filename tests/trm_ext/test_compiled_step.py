@@ -182,8 +182,7 @@ def test_identical_log_probs_are_a_metric_inside_the_graph_and_no_warning():
 class TestBadAdvantagesWhereNothingIsLookedAt:
     """Under torch.compile and on a GPU: the loss is NaN, and metrics say how many and where."""
 
-    @pytest.mark.parametrize("value", (NAN, INF, -INF))
-    def test_compiled(self, value):
+    def test_compiled(self):
         torch._dynamo.reset()
         train, rollout, advantages, kl, mask = total_loss_data()
         layout = SequenceLayout.from_mask(mask)
@@ -196,28 +195,31 @@ class TestBadAdvantagesWhereNothingIsLookedAt:
             return trm.policy_loss(train, rollout, advantages, layout, verdict=verdict)
 
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        # In a rejected sequence it does not matter.
-        harmless = torch.where(keep, advantages, value)
-        live = train.clone().requires_grad_()
-        loss, metrics = compiled(live, harmless)
-        loss.backward()
-        assert torch.isfinite(loss) and torch.isfinite(live.grad).all()
-        assert metrics["trm/loss/bad_advantages"] == 0
-        assert metrics["trm/loss/first_bad_advantage"] == -1
-        # In one that stays the loss says so, and an optimiser step must not follow.
-        last = int(keep.nonzero()[-1])
-        bad = torch.where(torch.arange(6) == last, value, advantages)
-        live = train.clone().requires_grad_()
-        loss, metrics = compiled(live, bad)
-        loss.backward()
-        assert torch.isnan(loss)
-        assert metrics["trm/loss/bad_advantages"] == mask[last].sum()
-        first = 5 * last + int(mask[last].nonzero()[0])
-        assert metrics["trm/loss/first_bad_advantage"] == first
-        assert not torch.isfinite(live.grad[last][mask[last]]).any()
-        assert (live.grad[~mask] == 0).all() and torch.isfinite(live.grad[:last]).all()
-        with pytest.raises(ValueError, match=rf"advantages is {value} at kept token \[{last}, "):
-            step(train, bad)
+        for value in (NAN, INF, -INF):
+            # In a rejected sequence it does not matter.
+            harmless = torch.where(keep, advantages, value)
+            live = train.clone().requires_grad_()
+            loss, metrics = compiled(live, harmless)
+            loss.backward()
+            assert torch.isfinite(loss) and torch.isfinite(live.grad).all()
+            assert metrics["trm/loss/bad_advantages"] == 0
+            assert metrics["trm/loss/first_bad_advantage"] == -1
+            # In one that stays the loss says so, and an optimiser step must not follow.
+            last = int(keep.nonzero()[-1])
+            bad = torch.where(torch.arange(6) == last, value, advantages)
+            live = train.clone().requires_grad_()
+            loss, metrics = compiled(live, bad)
+            loss.backward()
+            assert torch.isnan(loss)
+            assert metrics["trm/loss/bad_advantages"] == mask[last].sum()
+            first = 5 * last + int(mask[last].nonzero()[0])
+            assert metrics["trm/loss/first_bad_advantage"] == first
+            assert not torch.isfinite(live.grad[last][mask[last]]).any()
+            assert (live.grad[~mask] == 0).all() and torch.isfinite(live.grad[:last]).all()
+            with pytest.raises(
+                ValueError, match=rf"advantages is {value} at kept token \[{last}, "
+            ):
+                step(train, bad)
 
     @pytest.mark.parametrize("name", OPTIONS)
     def test_no_estimator_hides_it(self, name, monkeypatch):
