@@ -62,6 +62,7 @@ def extension(name: str, sources: list[str], **arguments):
         "-std=c++20",
         "-Xcompiler=-fPIC,-fvisibility=hidden",
         "-lineinfo",
+        "--compress-mode=size",
         *(["-O0", "-g", "-DTRM_CHECKS"] if DEBUG else ["-O3"]),
         *defines,
     ]
@@ -137,8 +138,7 @@ if cuda_home is not None:
             "trm_ext._C_cuda",
             [
                 "csrc/torch/bind_cuda.cpp",
-                "csrc/cuda/sequence_reduce.cu",
-                "csrc/cuda/token_divergence.cu",
+                *sorted(str(path) for path in Path("csrc/cuda").glob("*.cu")),
             ],
             include_dirs=[str(cuda_home / "include")],
             cxx=["-DUSE_CUDA", f'-DTRM_CUDA_ARCHITECTURES="{architectures}"'],

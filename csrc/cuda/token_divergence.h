@@ -6,6 +6,8 @@
 
 namespace trm::cuda {
 
+// Bytes that DivergenceOutputs.workspace must have for this call on the current device.
+cudaError_t forward_workspace(const DivergenceArgs& args, int64_t& bytes);
 cudaError_t token_divergence(const DivergenceArgs& args, const DivergenceOutputs& out,
                              cudaStream_t stream);
 cudaError_t token_divergence_backward(const DivergenceBackwardArgs& args, cudaStream_t stream);

@@ -24,6 +24,10 @@ Order parse_order(const std::string& name) {
 
 const char* order_name(Order order) { return kOrders[static_cast<int>(order)]; }
 
+void set_device(int compute_capability, int multiprocessors) {
+  machine().compute_capability = compute_capability;
+  machine().multiprocessors = multiprocessors;
+}
 void set_schedule(Schedule schedule) { machine().schedule = schedule; }
 void set_shape(const std::string& shape) { machine().shape = shape; }
 std::string repro() { return machine().repro(); }
@@ -65,9 +69,15 @@ void Buffers::updates(const char* name, void* data, size_t bytes) {
   add_buffer(name, data, bytes, true, true);
 }
 
+void Buffers::scratch(const char* name, void* data, size_t bytes) {
+  const size_t before = machine().buffers.size();
+  add_buffer(name, data, bytes, true, false);
+  if (machine().buffers.size() > before) machine().buffers.back().scratch = true;
+}
+
 void Buffers::finish() {
   for (const Buffer& buffer : machine().buffers) {
-    if (buffer.written == nullptr) continue;
+    if (buffer.written == nullptr || buffer.scratch) continue;
     const size_t bytes = buffer.end - buffer.begin;
     const void* hole = memchr(buffer.written.get(), 0, bytes);
     if (hole == nullptr) continue;
@@ -126,6 +136,9 @@ uint64_t warp_collective(Collective collective, unsigned mask, uint64_t value, u
   const Quiet quiet;
   return machine().collective(collective, mask, value, argument, width, name, where);
 }
+
+int compute_capability() { return machine().compute_capability; }
+int multiprocessors() { return machine().multiprocessors; }
 
 // Nothing is promised about who else is active, so nobody is.
 unsigned active_mask() { return 1u << machine().current->lane; }

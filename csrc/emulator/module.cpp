@@ -24,11 +24,18 @@ using trm::emu::Buffers;
 void check(cudaError_t status) { STD_TORCH_CHECK(status == cudaSuccess, "launch failed"); }
 
 struct EmulatorBackend {
-  static void forward(const Tensor&, const trm::DivergenceArgs& args,
+  static int64_t workspace_bytes(const Tensor&, const trm::DivergenceArgs& args) {
+    int64_t bytes = 0;
+    check(trm::cuda::forward_workspace(args, bytes));
+    return bytes;
+  }
+
+  static void forward(const Tensor& on, const trm::DivergenceArgs& args,
                       const trm::DivergenceOutputs& out) {
     Buffers buffers;
     trm::emu::reads_arguments(buffers, args);
     trm::emu::writes_outputs(buffers, args, out);
+    buffers.scratch("workspace", out.workspace, static_cast<size_t>(workspace_bytes(on, args)));
     check(trm::cuda::token_divergence(args, out, nullptr));
     buffers.finish();
   }
@@ -124,6 +131,8 @@ PYBIND11_MODULE(trm_emulator, module) {
         },
         py::arg("schedule") = "inorder", py::arg("seed") = 0);
   }
+  module.def("set_device", &trm::emu::set_device, py::arg("compute_capability"),
+             py::arg("multiprocessors"));
   module.def("counters", [] {
     const trm::emu::Counters counters = trm::emu::counters();
     return py::dict(py::arg("switches") = counters.switches,

@@ -45,6 +45,8 @@ int64_t bytes_of(const trm::DivergenceBackwardArgs& args, trm::StorageType type)
 }
 
 struct CpuBackend {
+  static int64_t workspace_bytes(const Tensor&, const trm::DivergenceArgs&) { return 0; }
+
   static void forward(const Tensor&, const trm::DivergenceArgs& args,
                       const trm::DivergenceOutputs& out) {
     trm::cpu::ForwardJob(args, out).run(

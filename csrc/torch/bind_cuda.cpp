@@ -34,6 +34,13 @@ void check(cudaError_t status, const char* op) {
 }
 
 struct CudaBackend {
+  static int64_t workspace_bytes(const Tensor& on, const trm::DivergenceArgs& args) {
+    const DeviceScope scope(on);
+    int64_t bytes = 0;
+    check(trm::cuda::forward_workspace(args, bytes), "token_divergence");
+    return bytes;
+  }
+
   static void forward(const Tensor& on, const trm::DivergenceArgs& args,
                       const trm::DivergenceOutputs& out) {
     const DeviceScope scope(on);

@@ -151,6 +151,16 @@ inline std::vector<int64_t> with_back(std::vector<int64_t> sizes, int64_t back) 
   return sizes;
 }
 
+// Memory that the backend's kernels need besides the outputs; from torch's allocator, so that it
+// may be freed as soon as the call returns.
+template <typename Backend>
+Tensor workspace_for(const Tensor& logits, const DivergenceArgs& args, DivergenceOutputs& out) {
+  const int64_t words = Backend::workspace_bytes(logits, args) / 8;
+  Tensor workspace = empty_on(logits, {words}, ScalarType::Double);
+  if (words > 0) out.workspace = static_cast<double*>(workspace.mutable_data_ptr());
+  return workspace;
+}
+
 template <typename Backend>
 std::tuple<Tensor, Tensor, Tensor> token_divergence(
     const Tensor& rollout_logits, const Tensor& train_logits, const std::optional<Tensor>& tokens,
@@ -172,6 +182,7 @@ std::tuple<Tensor, Tensor, Tensor> token_divergence(
   out.diagnostics = diagnostics.mutable_data_ptr();
   out.statistics = static_cast<double*>(statistics.mutable_data_ptr());
   out.wide = call.wide;
+  const Tensor workspace = workspace_for<Backend>(rollout_logits, call.args, out);
   Backend::forward(rollout_logits, call.args, out);
   return {values, diagnostics, statistics};
 }
@@ -190,6 +201,7 @@ Tensor divergence_state(const Tensor& rollout_shard, const Tensor& train_shard,
   DivergenceOutputs out;
   out.state = state.mutable_data_ptr();
   out.wide = call.wide;
+  const Tensor workspace = workspace_for<Backend>(rollout_shard, call.args, out);
   Backend::forward(rollout_shard, call.args, out);
   return state;
 }

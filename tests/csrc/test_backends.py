@@ -436,9 +436,9 @@ class TestEmulator:
             )
         for part in (
             "misaligned read of 4 bytes",
-            "of block (0,0,0), lane 6 of warp 0",
-            "storage_types.h",
-            "repro: kernel=trm::kernels::token_divergence_kernel<float, false, false> ",
+            "of block (0,0,0), lane 1 of warp 0",
+            "stream.cuh",
+            "repro: kernel=trm::kernels::stream_divergence_kernel<float, float, false, false, false>",
             'shape="token_divergence torch.float32[1, 7] torch.float32[1, 7]" '
             "schedule=reverse seed=8",
         ):

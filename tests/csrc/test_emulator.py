@@ -30,6 +30,8 @@ COLLECTIVES = (
 )
 KERNELS = (
     "forward_backward",
+    "forward_backward_runs",
+    "forward_backward_runs_bf16",
     "forward_backward_wide",
     "sequences",
     "state_merge_finish",

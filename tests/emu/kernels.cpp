@@ -28,6 +28,26 @@ double noise(int64_t row, int64_t column, int64_t salt) {
   return static_cast<double>(scrambled) / (1 << 24) - 0.5;
 }
 
+template <typename Storage>
+struct Stored {
+  using Real = Storage;  // of values and states
+  static Storage from(double value) { return static_cast<Storage>(value); }
+  static double to(Storage value) { return value; }
+  static constexpr trm::StorageType kType =
+      sizeof(Storage) == 8 ? trm::StorageType::kFloat64 : trm::StorageType::kFloat32;
+  static constexpr const char* kName = sizeof(Storage) == 8 ? "fp64" : "fp32";
+};
+
+template <>
+struct Stored<trm::BFloat16> {
+  using Real = float;
+  static trm::BFloat16 from(double value) { return trm::to_bfloat16(static_cast<float>(value)); }
+  static double to(trm::BFloat16 value) { return trm::to_float(value); }
+  static constexpr trm::StorageType kType = trm::StorageType::kBFloat16;
+  static constexpr const char* kName = "bf16";
+};
+
+// Rows with padding: `aligned` ones start at multiples of 16 bytes, so that whole runs are read.
 template <typename T>
 struct Problem {
   int64_t vocab;
@@ -37,23 +57,24 @@ struct Problem {
   Heap<int64_t> tokens;
   trm::DivergenceArgs args;
 
-  explicit Problem(int64_t vocab)
+  explicit Problem(int64_t vocab, bool aligned)
       : vocab(vocab),
-        columns(vocab + 2),
-        x(static_cast<size_t>(kRows * columns), static_cast<T>(1e30)),
-        y(static_cast<size_t>(kRows * columns), static_cast<T>(1e30)),
+        columns(aligned ? (vocab + 9) / 8 * 8 : vocab + 2),
+        x(static_cast<size_t>(kRows * columns), Stored<T>::from(1e30)),
+        y(static_cast<size_t>(kRows * columns), Stored<T>::from(1e30)),
         mask(kRows, true),
         tokens(kRows) {
     for (int64_t row = 0; row < kRows; ++row) {
       for (int64_t v = 0; v < vocab; ++v) {
         const auto at = static_cast<size_t>(row * columns + v);
-        x[at] = static_cast<T>(12 * noise(row, v, 1));
-        y[at] = static_cast<T>(x[at] + 0.5 * noise(row, v, 2));
+        x[at] = Stored<T>::from(12 * noise(row, v, 1));
+        const double step = v % 9 == 4 ? 3.0 : 0.5;  // some columns are far
+        y[at] = Stored<T>::from(Stored<T>::to(x[at]) + step * noise(row, v, 2));
       }
       tokens[static_cast<size_t>(row)] = (row * 31) % vocab;
     }
     mask[kMasked] = false;
-    const auto type = sizeof(T) == 8 ? trm::StorageType::kFloat64 : trm::StorageType::kFloat32;
+    constexpr auto type = Stored<T>::kType;
     args.rollout = {x.data(), type, 0, columns, 1};
     args.train = {y.data(), type, 0, columns, 1};
     args.token_mask = {mask.data(), 0, 1};
@@ -81,18 +102,19 @@ struct Problem {
     const T* b = y.data() + row * columns;
     long double s = 0, t = 0, kl = 0, tv = 0;
     for (int64_t v = 0; v < vocab; ++v) {
-      s += std::exp(static_cast<long double>(a[v]));
-      t += std::exp(static_cast<long double>(b[v]));
+      s += std::exp(static_cast<long double>(Stored<T>::to(a[v])));
+      t += std::exp(static_cast<long double>(Stored<T>::to(b[v])));
     }
     const long double log_s = std::log(s), log_t = std::log(t);
     for (int64_t v = 0; v < vocab; ++v) {
-      const long double p = std::exp(a[v] - log_s), q = std::exp(b[v] - log_t);
-      kl += p * ((a[v] - log_s) - (b[v] - log_t));
+      const long double p = std::exp(Stored<T>::to(a[v]) - log_s),
+                        q = std::exp(Stored<T>::to(b[v]) - log_t);
+      kl += p * ((Stored<T>::to(a[v]) - log_s) - (Stored<T>::to(b[v]) - log_t));
       tv += std::fabs(p - q) / 2;
     }
     const int64_t token = tokens[static_cast<size_t>(row)];
-    return {static_cast<double>(kl), static_cast<double>(a[token] - log_s),
-            static_cast<double>(b[token] - log_t), static_cast<double>(tv)};
+    return {static_cast<double>(kl), static_cast<double>(Stored<T>::to(a[token]) - log_s),
+            static_cast<double>(Stored<T>::to(b[token]) - log_t), static_cast<double>(tv)};
   }
 };
 
@@ -104,28 +126,39 @@ void same_bits(const std::string& key, const void* data, size_t bytes) {
   expect(fresh || entry->second == now, key + ": bits differ between schedules");
 }
 
+// `processors`: of the device; with two or more a row is split over blocks.
 template <typename T>
-void forward_and_backward(int64_t vocab) {
-  Problem<T> problem(vocab);
-  const std::string key = std::to_string(vocab) + (sizeof(T) == 8 ? " wide" : "");
-  trm::emu::set_shape("rows=3 vocab=" + key);
-  Heap<T> values(kRows * trm::kValues), diagnostics(kRows * kDiagnostics);
+void forward_and_backward(int64_t vocab, bool aligned, int processors) {
+  using Real = typename Stored<T>::Real;
+  constexpr bool kWide = sizeof(Real) == 8;
+  Problem<T> problem(vocab, aligned);
+  trm::emu::set_device(90, processors);
+  // The number of processors is not part of the key: it may not change a bit.
+  const std::string key =
+      std::to_string(vocab) + " " + Stored<T>::kName + (aligned ? " aligned" : "");
+  trm::emu::set_shape("rows=3 vocab=" + key + " processors=" + std::to_string(processors));
+  Heap<Real> values(kRows * trm::kValues), diagnostics(kRows * kDiagnostics);
   Heap<double> statistics(kRows * trm::kStatistics);
+  int64_t scratch = 0;
+  expect(trm::cuda::forward_workspace(problem.args, scratch) == cudaSuccess, "workspace");
+  Heap<double> workspace(static_cast<size_t>(scratch / 8));
   {
     trm::emu::Buffers buffers;
     problem.reads(buffers);
     buffers.writes("values", values.data(), values.bytes());
     buffers.writes("diagnostics", diagnostics.data(), diagnostics.bytes());
     buffers.writes("statistics", statistics.data(), statistics.bytes());
+    buffers.scratch("workspace", workspace.data(), workspace.bytes());
     trm::DivergenceOutputs out;
+    out.workspace = workspace.data();
     out.values = values.data();
     out.diagnostics = diagnostics.data();
     out.statistics = statistics.data();
-    out.wide = sizeof(T) == 8;
+    out.wide = kWide;
     expect(trm::cuda::token_divergence(problem.args, out, nullptr) == cudaSuccess, "launch");
     buffers.finish();
   }
-  const double relative = sizeof(T) == 8 ? 1e-12 : 1e-5;
+  const double relative = kWide ? 1e-12 : 1e-5;
   for (int64_t row = 0; row < kRows; ++row) {
     const auto value = [&](int32_t output) {
       return static_cast<double>(values[static_cast<size_t>(output * kRows + row)]);
@@ -145,8 +178,8 @@ void forward_and_backward(int64_t vocab) {
   same_bits("values " + key, values.data(), values.bytes());
   same_bits("diagnostics " + key, diagnostics.data(), diagnostics.bytes());
 
-  Heap<T> upstream(kRows * trm::kValues, T(0));
-  for (size_t row = 0; row < kRows; ++row) upstream[trm::kKl * kRows + row] = T(1);
+  Heap<Real> upstream(kRows * trm::kValues, Real(0));
+  for (size_t row = 0; row < kRows; ++row) upstream[trm::kKl * kRows + row] = Real(1);
   Heap<T> grad_rollout(static_cast<size_t>(kRows * problem.columns));
   Heap<T> grad_train(static_cast<size_t>(kRows * problem.columns));
   {
@@ -161,7 +194,7 @@ void forward_and_backward(int64_t vocab) {
     args.upstream = {upstream.data(), 0, 1};
     args.upstream_output_stride = kRows;
     args.statistics = statistics.data();
-    args.wide = sizeof(T) == 8;
+    args.wide = kWide;
     args.grad_rollout = grad_rollout.data();
     args.grad_train = grad_train.data();
     args.columns = problem.columns;
@@ -171,12 +204,13 @@ void forward_and_backward(int64_t vocab) {
   for (int64_t row = 0; row < kRows; ++row) {
     double sum = 0.0, absolute = 0.0;
     for (int64_t v = 0; v < problem.columns; ++v) {
-      const double g = grad_train[static_cast<size_t>(row * problem.columns + v)];
+      const double g = Stored<T>::to(grad_train[static_cast<size_t>(row * problem.columns + v)]);
       if (row == kMasked || v >= vocab) expect(g == 0.0, "gradient of what does not count");
       sum += g;
       absolute += std::fabs(g);
     }
-    expect(std::fabs(sum) <= relative * (absolute + 1.0), "gradient rows add up to 0");
+    const double rounding = sizeof(T) == 2 ? 0x1p-8 : relative;
+    expect(std::fabs(sum) <= rounding * (absolute + 1.0), "gradient rows add up to 0");
   }
   same_bits("grad_rollout " + key, grad_rollout.data(), grad_rollout.bytes());
   same_bits("grad_train " + key, grad_train.data(), grad_train.bytes());
@@ -184,7 +218,8 @@ void forward_and_backward(int64_t vocab) {
 
 template <typename T>
 void state_merge_finish(int64_t vocab) {
-  Problem<T> problem(vocab);
+  Problem<T> problem(vocab, false);
+  trm::emu::set_device(90, 1);
   const std::string key = std::to_string(vocab) + (sizeof(T) == 8 ? " wide" : "");
   trm::emu::set_shape("states rows=3 vocab=" + key);
   constexpr int64_t kParts = 3;
@@ -277,7 +312,14 @@ void sequences() {
 
 template <typename T>
 void forward_all() {
-  for (const int64_t vocab : {1, 7, 33, 257, 1024}) forward_and_backward<T>(vocab);
+  for (const int64_t vocab : {1, 7, 33, 257, 1024}) forward_and_backward<T>(vocab, false, 1);
+}
+
+template <typename T>
+void forward_runs() {
+  for (const int64_t vocab : {31, 257, 1024, 4099}) {
+    for (const int processors : {1, 4}) forward_and_backward<T>(vocab, true, processors);
+  }
 }
 
 template <typename T>
@@ -290,12 +332,16 @@ void states_all() {
 int main(int count, char** arguments) {
   return harness::run({{"forward_backward", forward_all<float>},
                        {"forward_backward_wide", forward_all<double>},
+                       {"forward_backward_runs", forward_runs<float>},
+                       {"forward_backward_runs_bf16", forward_runs<trm::BFloat16>},
                        {"state_merge_finish", states_all<float>},
                        {"state_merge_finish_wide", states_all<double>},
                        {"sequences", sequences},
                        {"quick",
                         [] {
-                          forward_and_backward<float>(33);
+                          forward_and_backward<float>(33, false, 1);
+                          forward_and_backward<double>(33, false, 1);
+                          forward_and_backward<trm::BFloat16>(4099, true, 4);
                           sequences();
                         }}},
                       count, arguments);

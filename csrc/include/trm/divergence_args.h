@@ -43,8 +43,9 @@ struct DivergenceOutputs {
   void* values = nullptr;       // float, or double where an input is double
   void* diagnostics = nullptr;  // same
   double* statistics = nullptr;
-  void* state = nullptr;  // [rows, kStateColumns], instead of the two above
-  bool wide = false;      // values and state are double
+  void* state = nullptr;        // [rows, kStateColumns], instead of the three above
+  double* workspace = nullptr;  // what the backend's plan asks for
+  bool wide = false;            // values and state are double
 };
 
 struct DivergenceBackwardArgs {

@@ -200,20 +200,17 @@ TRM_INLINE void add_in_frame(DivergenceState<Real>& s, Logit<Real> rollout,
   }
 }
 
-// Re-expresses a state in another frame; exact in exact arithmetic. The exponentials it forms are
-// those of maxima that fall, so neither exceeds 1 by more than the slack of a lazy frame.
+// Re-expresses the sums of a state in the frame (M - drop, c + turn); the caller sets the frame.
+// Exact in exact arithmetic. The exponentials it forms are those of maxima that fall, so neither
+// exceeds 1 by more than the slack of a lazy frame.
 template <typename Real>
-TRM_INLINE void move_to(DivergenceState<Real>& s, Frame<Real> frame) {
-  const Real drop = s.max_rollout - frame.max_rollout;
-  const Real turn = frame.shift - s.shift;
+TRM_INLINE void move_by(DivergenceState<Real>& s, Real drop, Real turn) {
   if (drop == Real(0) && turn == Real(0)) return;
   const Real k = s.has(kHasRollout) ? exponential(drop) : Real(0);
   const Real k_train = s.has(kHasTrain) ? exponential(drop + turn) : Real(0);
   const Real mass = s.near_mass + s.far_mass;
   const Real near_train = s.near_mass + (s.near_gap - s.near_first);
   const Real excess = (s.near_gap - s.near_first) + (s.far_train - s.far_mass);
-  s.max_rollout = frame.max_rollout;
-  s.shift = frame.shift;
   if (s.has_both()) {
     const Real near_first = k > Real(0) ? k * (s.near_first - turn * s.near_mass) : Real(0);
     const Real far_first = k > Real(0) ? k * (s.far_first - turn * s.far_mass) : Real(0);
@@ -239,6 +236,13 @@ TRM_INLINE void move_to(DivergenceState<Real>& s, Frame<Real> frame) {
   s.near_mass *= k;
   s.far_mass *= k;
   s.far_train *= k_train;
+}
+
+template <typename Real>
+TRM_INLINE void move_to(DivergenceState<Real>& s, Frame<Real> frame) {
+  move_by(s, s.max_rollout - frame.max_rollout, frame.shift - s.shift);
+  s.max_rollout = frame.max_rollout;
+  s.shift = frame.shift;
 }
 
 // How far a logit may exceed its lane's frame before the lane moves. Not a matter of overflow: c
@@ -271,24 +275,32 @@ TRM_INLINE void add_streaming(DivergenceState<Real>& s, Logit<Real> rollout, Log
   add_in_frame<TrainGap, Entropy>(s, rollout, train);
 }
 
+TRM_INLINE double greater(double a, double b) { return a > b ? a : b; }
+
+// A state's two maxima, as frame_of() wants them.
+TRM_INLINE double rollout_maximum(const DivergenceState<double>& s) {
+  return s.has(kHasRollout) ? s.max_rollout : -infinity<double>();
+}
+TRM_INLINE double train_maximum(const DivergenceState<double>& s) {
+  return s.has(kHasTrain) ? s.max_rollout - s.shift : -infinity<double>();
+}
+
+// Moves a state that holds something to the frame of the two maxima.
+TRM_INLINE void join_frame(DivergenceState<double>& s, double max_rollout, double max_train) {
+  if (s.has(kHasRollout) || s.has(kHasTrain)) move_to(s, frame_of(max_rollout, max_train));
+}
+
 // The one merge, in double. Commutative; associative up to rounding.
 TRM_HOST_DEVICE inline DivergenceState<double> merge(DivergenceState<double> a,
                                                      DivergenceState<double> b) {
-  constexpr double kNegative = -infinity<double>();
-  const double a_rollout = a.has(kHasRollout) ? a.max_rollout : kNegative;
-  const double b_rollout = b.has(kHasRollout) ? b.max_rollout : kNegative;
-  const double a_train = a.has(kHasTrain) ? a.max_rollout - a.shift : kNegative;
-  const double b_train = b.has(kHasTrain) ? b.max_rollout - b.shift : kNegative;
-  const bool a_empty = !a.has(kHasRollout) && !a.has(kHasTrain);
-  const bool b_empty = !b.has(kHasRollout) && !b.has(kHasTrain);
-  Frame<double> frame = frame_of(a_rollout > b_rollout ? a_rollout : b_rollout,
-                                 a_train > b_train ? a_train : b_train);
-  if (a_empty && b_empty) frame = {0.0, 0.0};
-  if (!a_empty) move_to(a, frame);
-  if (!b_empty) move_to(b, frame);
+  const double max_rollout = greater(rollout_maximum(a), rollout_maximum(b));
+  const double max_train = greater(train_maximum(a), train_maximum(b));
+  join_frame(a, max_rollout, max_train);
+  join_frame(b, max_rollout, max_train);
+  const bool b_framed = b.has(kHasRollout) || b.has(kHasTrain);
   DivergenceState<double> sum;
-  sum.max_rollout = frame.max_rollout;
-  sum.shift = frame.shift;
+  sum.max_rollout = b_framed ? b.max_rollout : a.max_rollout;
+  sum.shift = b_framed ? b.shift : a.shift;
   sum.near_mass = a.near_mass + b.near_mass;
   sum.near_first = a.near_first + b.near_first;
   sum.near_gap = a.near_gap + b.near_gap;
@@ -328,8 +340,10 @@ TRM_INLINE DivergenceState<To> convert_state(const DivergenceState<From>& s) {
 // never by changing c under sums that were taken with another one.
 template <typename Real>
 TRM_INLINE void store_state(DivergenceState<double> s, Real* columns) {
-  move_to(s, {static_cast<double>(static_cast<Real>(s.max_rollout)),
-              static_cast<double>(static_cast<Real>(s.shift))});
+  if constexpr (sizeof(Real) < sizeof(double)) {
+    move_to(s, {static_cast<double>(static_cast<Real>(s.max_rollout)),
+                static_cast<double>(static_cast<Real>(s.shift))});
+  }
   columns[kMaxRollout] = static_cast<Real>(s.max_rollout);
   columns[kShift] = static_cast<Real>(s.shift);
   columns[kNearMass] = static_cast<Real>(s.near_mass);

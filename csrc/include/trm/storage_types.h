@@ -21,14 +21,7 @@ TRM_INLINE float to_float(BFloat16 value) {
   return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-TRM_INLINE float to_float(Float16 value) {
-  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
-  // Infinity and NaN keep an all-ones exponent; every finite value is rebased by an exact product.
-  if (magnitude >= (0x7c00u << 13)) return bit_cast<float>(sign | 0x7f800000u | magnitude);
-  const float rebased = bit_cast<float>(magnitude) * bit_cast<float>(0x77800000u);  // * 2^112
-  return bit_cast<float>(sign | bit_cast<uint32_t>(rebased));
-}
+TRM_INLINE float to_float(Float16 value) { return half_to_float(value.bits); }
 
 TRM_INLINE BFloat16 to_bfloat16(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);

@@ -30,6 +30,7 @@ struct dim3 {
 using cudaError_t = int;
 using cudaStream_t = void*;
 constexpr cudaError_t cudaSuccess = 0;
+constexpr cudaError_t cudaErrorNotSupported = 801;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 namespace trm {
@@ -95,6 +96,8 @@ void cluster_barrier(Where where);
 uint64_t warp_collective(Collective collective, unsigned mask, uint64_t value, unsigned argument,
                          unsigned width, const char* name, Where where);
 unsigned active_mask();
+int compute_capability();  // of the emulated device
+int multiprocessors();
 void fence();
 void check_access(const Access& access, Where where);
 void begin_atomic(const Access& access, Where where);
@@ -157,6 +160,21 @@ template <typename Vector>
 Vector load_vector(const void* place, emu::Where where = emu::Where::current()) {
   emu::check_access({place, sizeof(Vector), alignof(Vector), true, false, "load_vector"}, where);
   return *static_cast<const Vector*>(place);
+}
+
+template <int N>
+struct Words;
+
+template <int N>
+Words<N> load_streaming(const void* place, emu::Where where = emu::Where::current()) {
+  emu::check_access({place, 4 * N, 4 * N, true, false, "load_streaming"}, where);
+  return *static_cast<const Words<N>*>(place);
+}
+
+template <int N>
+void store_streaming(void* place, const Words<N>& words, emu::Where where = emu::Where::current()) {
+  emu::check_access({place, 4 * N, 4 * N, false, true, "store_streaming"}, where);
+  *static_cast<Words<N>*>(place) = words;
 }
 
 inline unsigned cluster_rank() { return emu::cluster_rank(); }

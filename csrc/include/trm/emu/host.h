@@ -32,6 +32,8 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// The figures that launches are planned by; as they were set last, at first 9.0 and 1.
+void set_device(int compute_capability, int multiprocessors);
 void set_schedule(Schedule schedule);
 void set_shape(const std::string& shape);  // for the repro line
 std::string repro();                       // of the last launch: kernel, shape, schedule, seed
@@ -48,6 +50,7 @@ class Buffers {
   void reads(const char* name, const void* data, size_t bytes);
   void writes(const char* name, void* data, size_t bytes);
   void updates(const char* name, void* data, size_t bytes);  // read and written, holds values
+  void scratch(const char* name, void* data, size_t bytes);  // read only after it is written
   void finish();  // throws a Fault unless every written buffer is complete
 };
 

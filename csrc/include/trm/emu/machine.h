@@ -20,6 +20,8 @@ namespace trm::emu {
 struct Machine {
   // Set by whoever launches.
   Schedule schedule;
+  int compute_capability = 90;
+  int multiprocessors = 1;
   std::string shape;
   std::vector<Buffer> buffers;
   int scopes = 0;

@@ -135,6 +135,7 @@ struct Buffer {
   uintptr_t begin = 0;
   uintptr_t end = 0;
   bool writable = false;
+  bool scratch = false;                // may be left incomplete
   std::unique_ptr<uint8_t[]> written;  // null: holds values from the start
 };
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block per row: every lane streams its columns into a pair state, the block merges the lanes.
-// KL(p||q) = G/S - (b - log1p(b)), b = B/S; see divergence_state.h.
-// Forward reads V x (rollout size + train size) bytes per row; backward reads the same and writes
-// V x size per gradient.
+// The kernels for what has no streaming kernel: fp64, rare pairs of types, strided columns. One
+// block per row; every lane streams its columns into a pair state in double, the block merges the
+// lanes. KL(p||q) = G/S - (b - log1p(b)), b = B/S; see divergence_state.h. And what works on
+// finished rows: second-sweep diagnostics, merging and finishing of states.
 #pragma once
 
 #include "trm/row.h"
@@ -13,24 +13,24 @@ namespace trm::kernels {
 constexpr int kRowThreads = 256;     // one block per row of logits
 constexpr int kRecordThreads = 128;  // one thread per row of states
 
-template <typename Real, bool TrainGap, bool Entropy>
+template <bool TrainGap, bool Entropy>
 __global__ void __launch_bounds__(kRowThreads)
     token_divergence_kernel(DivergenceArgs args, DivergenceOutputs out) {
-  TRM_SHARED(storage, simt::MergeStorage<Real, kRowThreads>);
+  TRM_SHARED(storage, simt::MergeStorage<kRowThreads>);
   const int64_t row = blockIdx.x;
   if (!counts(args, row)) {  // the whole block agrees
     if (threadIdx.x == 0) write_masked_row(args, out, row);
     return;
   }
-  const RowScale<Real> scale = row_scale<Real>(args, row);
-  DivergenceState<Real> lane;
+  const RowScale<double> scale = row_scale<double>(args, row);
+  DivergenceState<double> lane;
   lane.flags = carried_by(args.outputs) | (has_temperatures(args, row) ? 0u : kNonFinite);
   for (int64_t v = threadIdx.x; v < args.vocab; v += kRowThreads) {
     add_streaming<TrainGap, Entropy>(
-        lane, scale.of_rollout(load_column<Real>(args.rollout, row, args.inner, v)),
-        scale.of_train(load_column<Real>(args.train, row, args.inner, v)));
+        lane, scale.of_rollout(load_column<double>(args.rollout, row, args.inner, v)),
+        scale.of_train(load_column<double>(args.train, row, args.inner, v)));
   }
-  DivergenceState<double> total = simt::block_merge<Real, kRowThreads>(lane, storage);
+  DivergenceState<double> total = simt::block_merge<kRowThreads>(lane, storage);
   if (threadIdx.x != 0) return;
   attach_token(args, row, total);
   if (out.state != nullptr) {
@@ -40,12 +40,13 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// Second sweep, for the outputs that need the finished row. Its statistics are in out.
+// Second sweep, for the outputs that need the finished row. Its statistics are in out. The last
+// rows of the first sweep come first: they may still be in the cache.
 template <typename Real>
 __global__ void __launch_bounds__(kRowThreads)
     diagnostics_kernel(DivergenceArgs args, DivergenceOutputs out) {
   TRM_SHARED(storage, DivergenceMoments[kRowThreads]);
-  const int64_t row = blockIdx.x;
+  const int64_t row = args.rows - 1 - static_cast<int64_t>(blockIdx.x);
   if (!counts(args, row)) return;  // the whole block agrees; zeros are written already
   const double* const statistics = out.statistics + row * kStatistics;
   if (statistics[kStatLogMass] != statistics[kStatLogMass]) {
@@ -132,25 +133,25 @@ inline LaunchConfig record_blocks(int64_t rows, cudaStream_t stream) {
   return {dim3(static_cast<unsigned>(blocks)), dim3(kRecordThreads), 0, stream};
 }
 
-template <typename Real>
-cudaError_t launch_token_divergence(const DivergenceArgs& args, const DivergenceOutputs& out,
-                                    cudaStream_t stream) {
-  if (args.rows == 0) return cudaSuccess;
+inline cudaError_t launch_token_divergence(const DivergenceArgs& args, const DivergenceOutputs& out,
+                                           cudaStream_t stream) {
   const uint32_t carried = carried_by(args.outputs);
-  auto* kernel = &token_divergence_kernel<Real, false, false>;
-  if (carried == kCarries) kernel = &token_divergence_kernel<Real, true, true>;
-  if (carried == kCarriesTrainGap) kernel = &token_divergence_kernel<Real, true, false>;
-  if (carried == kCarriesEntropy) kernel = &token_divergence_kernel<Real, false, true>;
-  const cudaError_t status = launch(row_blocks(args.rows, stream), kernel, args, out);
-  const bool wants_diagnostics = out.state == nullptr && (args.outputs & kDiagnosticOutputs) != 0;
-  if (status != cudaSuccess || !wants_diagnostics) return status;
+  auto* kernel = &token_divergence_kernel<false, false>;
+  if (carried == kCarries) kernel = &token_divergence_kernel<true, true>;
+  if (carried == kCarriesTrainGap) kernel = &token_divergence_kernel<true, false>;
+  if (carried == kCarriesEntropy) kernel = &token_divergence_kernel<false, true>;
+  return launch(row_blocks(args.rows, stream), kernel, args, out);
+}
+
+template <typename Real>
+cudaError_t launch_diagnostics(const DivergenceArgs& args, const DivergenceOutputs& out,
+                               cudaStream_t stream) {
   return launch(row_blocks(args.rows, stream), &diagnostics_kernel<Real>, args, out);
 }
 
 template <typename Real>
 cudaError_t launch_token_divergence_backward(const DivergenceBackwardArgs& args,
                                              cudaStream_t stream) {
-  if (args.forward.rows == 0 || args.columns == 0) return cudaSuccess;
   return launch(row_blocks(args.forward.rows, stream), &token_divergence_backward_kernel<Real>,
                 args);
 }
