@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Machine code for these, and PTX for what comes after.
+RELEASE_ARCHITECTURES := 8.0;9.0;10.0;12.0+PTX
 SOURCES := $(shell find csrc -type f 2>/dev/null) setup.py pyproject.toml
 
 .PHONY: demo test test-full test-parity lint format bench wheel clean
@@ -32,8 +34,8 @@ format: $(VENV)/.built
 bench: $(VENV)/.built
 	$(BIN)/python -m benchmarks divergence --device cpu
 
-wheel: $(VENV)/.dev  ## one wheel for every CPython >= 3.10
-	$(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
+wheel: $(VENV)/.dev  ## one wheel for every CPython >= 3.10, with code for every GPU since 8.0
+	TORCH_CUDA_ARCH_LIST="$(RELEASE_ARCHITECTURES)" $(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
 
 clean:  ## what was built; the environment stays
 	rm -rf build dist out *.egg-info trm_ext/*.so $(VENV)/.built

@@ -7,7 +7,9 @@ Environment: TRM_BUILD_CUDA=auto|0|1 (1 fails without nvcc), TRM_DEBUG=1, TORCH_
 
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from setuptools import setup
 
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11: one byte per component
 DEFAULT_ARCHITECTURES = "9.0"
+# Compilers that our CI has seen; the warnings of another one must not break a user's build.
+KNOWN_NVCC = ("13.0",)
 DEBUG = os.environ.get("TRM_DEBUG") == "1"
 X86 = platform.machine() in ("x86_64", "AMD64")
 CPU_SOURCES = ("capability", "double_row", "float_row", "token_divergence")
@@ -51,6 +55,14 @@ def choose_cuda() -> Path | None:
             sys.exit("TRM_BUILD_CUDA=1, but no CUDA toolkit was found: set CUDA_HOME")
         print("trm-ext: no CUDA toolkit found, building the CPU library only")
     return home
+
+
+def nvcc_warnings(home: Path) -> list[str]:
+    """Flags that make device-side warnings errors, where this nvcc is one that we know."""
+    version = subprocess.run([home / "bin/nvcc", "--version"], capture_output=True, text=True)
+    release = re.search(r"release (\d+\.\d+)", version.stdout)
+    known = release is not None and release[1] in KNOWN_NVCC
+    return ["-Werror=all-warnings"] if known and not DEBUG else []
 
 
 def extension(name: str, sources: list[str], **arguments):
@@ -142,7 +154,7 @@ if cuda_home is not None:
             ],
             include_dirs=[str(cuda_home / "include")],
             cxx=["-DUSE_CUDA", f'-DTRM_CUDA_ARCHITECTURES="{architectures}"'],
-            nvcc=["-DUSE_CUDA"],
+            nvcc=["-DUSE_CUDA", *nvcc_warnings(cuda_home)],
             library_dirs=[str(cuda_home / "lib64")],
             libraries=["cudart_static", "rt", "dl", "pthread"],
         )

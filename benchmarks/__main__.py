@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks import divergence, record
+from benchmarks import cuda_build, divergence, record, sass
 
 
 def main() -> int:
@@ -16,12 +16,19 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     cases = verbs.add_parser("divergence", help="exact KL against other ways to compute it")
     divergence.add_arguments(cases)
+    sass.add_arguments(verbs.add_parser("sass", help="what the compiled kernels cost per pair"))
+    builds = verbs.add_parser("cuda-build", help="time and size of a build from nothing")
+    cuda_build.add_arguments(builds)
     compare = verbs.add_parser("compare", help="which differences of two results exceed the noise")
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)
     arguments = parser.parse_args()
     if arguments.verb == "divergence":
         return divergence.run(arguments)
+    if arguments.verb == "sass":
+        return sass.run(arguments)
+    if arguments.verb == "cuda-build":
+        return cuda_build.run(arguments)
     before, after = (json.loads(path.read_text()) for path in (arguments.before, arguments.after))
     record.compare(before, after, sys.stdout)
     return 0
