@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -64,9 +65,11 @@ def _status(key: str) -> int:
 
 def environment() -> dict[str, Any]:
     """What a reader needs to place the figures; load is that of the machine just before."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = "unknown"
+    if shutil.which("git"):
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
     model = next(
         (
             line.partition(":")[2].strip()

@@ -7,6 +7,7 @@ what users get. Each is compared with the float64 twins (the twins with plain au
 
 import functools
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -90,6 +91,8 @@ def reproducible(request):
 
 def usable(name):
     if name == "cuda" and (reason := _lib.describe()["cuda"]["reason"]) is not None:
+        if os.environ.get("TRM_REQUIRE_CUDA") == "1":
+            pytest.fail(f"TRM_REQUIRE_CUDA=1, but {reason}")
         pytest.skip(f"cuda: {reason}")
     if name.startswith("emulator") and (reason := emulator_build.why_not()) is not None:
         pytest.skip(f"emulator: {reason}")
