@@ -13,6 +13,7 @@
 #include "emulator/buffers.h"
 #include "torch/ops.h"
 #include "torch/schema.h"
+#include "trm/launch_plan.h"
 
 namespace py = pybind11;
 
@@ -111,6 +112,55 @@ py::object call(const std::string& name, const py::args& arguments, const std::s
   return py::tuple(arrays);
 }
 
+// A side of a call as launch plans see it: address, storage type, strides in elements.
+trm::LogitsView view_of(const py::dict& side) {
+  trm::LogitsView view;
+  view.data = reinterpret_cast<const void*>(side["address"].cast<uintptr_t>());
+  view.type = static_cast<trm::StorageType>(side["type"].cast<int32_t>());
+  view.outer_stride = side["outer_stride"].cast<int64_t>();
+  view.inner_stride = side["inner_stride"].cast<int64_t>();
+  view.column_stride = side["column_stride"].cast<int64_t>();
+  return view;
+}
+
+py::dict plan_forward(int capability, int processors, int64_t rows, int64_t vocab,
+                      const py::dict& rollout, const py::dict& train) {
+  trm::DivergenceArgs args;
+  args.rollout = view_of(rollout);
+  args.train = view_of(train);
+  args.rows = rows;
+  args.inner = rows;
+  args.vocab = vocab;
+  const trm::StreamPlan plan = trm::plan_stream({capability, processors}, args);
+  py::list regions;
+  for (int region = 0; plan.streamed && region < trm::kRegions; ++region) {
+    regions.append(trm::region_size(plan, vocab, region));
+  }
+  return py::dict(py::arg("streamed") = plan.streamed, py::arg("load_bytes") = plan.load_bytes,
+                  py::arg("blocks_per_row") = plan.blocks_per_row, py::arg("blocks") = plan.blocks,
+                  py::arg("region_columns") = plan.region_columns,
+                  py::arg("workspace_bytes") = plan.workspace_bytes, py::arg("regions") = regions);
+}
+
+py::dict plan_backward(int capability, int processors, int64_t rows, int64_t vocab, int64_t columns,
+                       const py::dict& rollout, const py::dict& train, uint32_t outputs,
+                       uintptr_t grad_rollout, uintptr_t grad_train) {
+  trm::DivergenceBackwardArgs args;
+  args.forward.rollout = view_of(rollout);
+  args.forward.train = view_of(train);
+  args.forward.rows = rows;
+  args.forward.inner = rows;
+  args.forward.vocab = vocab;
+  args.forward.outputs = outputs;
+  args.columns = columns;
+  args.grad_rollout = reinterpret_cast<void*>(grad_rollout);
+  args.grad_train = reinterpret_cast<void*>(grad_train);
+  const trm::GradientPlan plan = trm::plan_gradient({capability, processors}, args);
+  return py::dict(py::arg("streamed") = plan.streamed, py::arg("kl_only") = plan.kl_only,
+                  py::arg("blocks_per_row") = plan.blocks_per_row, py::arg("blocks") = plan.blocks,
+                  py::arg("block_columns") = plan.block_columns);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(trm_emulator, library) {
@@ -131,6 +181,11 @@ PYBIND11_MODULE(trm_emulator, module) {
         },
         py::arg("schedule") = "inorder", py::arg("seed") = 0);
   }
+  module.def("plan_forward", &plan_forward, py::arg("capability"), py::arg("processors"),
+             py::arg("rows"), py::arg("vocab"), py::arg("rollout"), py::arg("train"));
+  module.def("plan_backward", &plan_backward, py::arg("capability"), py::arg("processors"),
+             py::arg("rows"), py::arg("vocab"), py::arg("columns"), py::arg("rollout"),
+             py::arg("train"), py::arg("outputs"), py::arg("grad_rollout"), py::arg("grad_train"));
   module.def("set_device", &trm::emu::set_device, py::arg("compute_capability"),
              py::arg("multiprocessors"));
   module.def("counters", [] {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import trm_ext as trm
+from tests.backends import usable
 from tests.rows import GRADIENT_RTOL, KL_RTOL, base_rows, exact_kl
 from trm_ext import reference
 from trm_ext.outputs import encode
@@ -19,6 +20,11 @@ KINDS = ("flat", "peaked", "sharp")
 OFFSETS = ("none", "log-probs", "+60", "+1e4")
 TEMPERATURES = ((1.0, 1.0), (0.6, 0.6), (0.6, 1.0))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=("cpu", "emulator-inorder", "cuda"))
+def backend(request):
+    return usable(request.param)
 
 
 def nominal_pair(kind, vocab, kl, seed=0):
@@ -38,13 +44,25 @@ def offset(y, name):
     return y + {"none": 0.0, "+60": 60.0, "+1e4": 1e4}[name]
 
 
-def worst(x, y, temperatures=(1.0, 1.0)):
+def kl_of(backend, x, y, rows=(None, None)):
+    return backend(
+        "token_divergence",
+        rollout_logits=x,
+        train_logits=y,
+        rollout_temperature=rows[0],
+        train_temperature=rows[1],
+        vocab_size=x.shape[-1],
+        outputs=encode(["kl"]),
+    )[0][0].double()
+
+
+def worst(backend, x, y, temperatures=None):
     """Largest relative error over the rows whose stored KL the contract covers."""
-    rows = [torch.full((len(x),), t, dtype=torch.float64) for t in temperatures]
+    rows = [None, None]
+    if temperatures is not None:
+        rows = [torch.full((len(x),), t, dtype=torch.float64) for t in temperatures]
     truth = reference.token_divergence(x, y, None, None, *rows, x.shape[-1], 1)[0][0]
-    got = trm.token_divergence(
-        x, y, rollout_temperature=temperatures[0], train_temperature=temperatures[1]
-    ).kl.double()
+    got = kl_of(backend, x, y, rows)
     assert bool((got >= 0).all())
     covered = truth >= 0.9e-9  # below: the sharp rows whose labels no noise reaches
     assert bool((got[~covered] <= 1e-9).all())
@@ -67,43 +85,47 @@ def print_table(title, table, columns):
         pytest.param(262144, marks=pytest.mark.slow),
     ),
 )
-def test_float32_table(vocab):
+def test_float32_table(backend, vocab):
     table = {}
     for kind in KINDS:
         pairs = [nominal_pair(kind, vocab, kl) for kl in KLS]
         for name in OFFSETS:
-            table[f"{kind}, {name}"] = [worst(x.float(), offset(y, name).float()) for x, y in pairs]
-    print_table(f"V = {vocab}, float32: relative error of kl at nominal KL", table, KLS)
+            table[f"{kind}, {name}"] = [
+                worst(backend, x.float(), offset(y, name).float()) for x, y in pairs
+            ]
+    print_table(
+        f"{backend.name}, V = {vocab}, float32: relative error of kl at nominal KL", table, KLS
+    )
     assert max(map(max, table.values())) <= KL_RTOL
 
 
 @pytest.mark.parametrize("vocab", (1000, pytest.param(151936, marks=pytest.mark.slow)))
-def test_temperature_table(vocab):
+def test_temperature_table(backend, vocab):
     table = {}
     for kind in KINDS:
         for pair in TEMPERATURES:
             table[f"{kind}, {pair[0]}/{pair[1]}"] = [
-                worst((x * pair[0]).float(), (y * pair[1]).float(), pair)
+                worst(backend, (x * pair[0]).float(), (y * pair[1]).float(), pair)
                 for x, y in (nominal_pair(kind, vocab, kl) for kl in KLS)
             ]
-    print_table(f"V = {vocab}, float32, by temperatures", table, KLS)
+    print_table(f"{backend.name}, V = {vocab}, float32, by temperatures", table, KLS)
     assert max(map(max, table.values())) <= KL_RTOL
 
 
 @pytest.mark.parametrize("vocab", (1000, 32768, pytest.param(151936, marks=pytest.mark.slow)))
-def test_sixteen_bit_table(vocab):
+def test_sixteen_bit_table(backend, vocab):
     table = {}
     for kind in KINDS:
         for dtype in DTYPES[1:]:
             table[f"{kind}, {str(dtype).removeprefix('torch.')}"] = [
-                worst(x.to(dtype), y.to(dtype))
+                worst(backend, x.to(dtype), y.to(dtype))
                 for x, y in (nominal_pair(kind, vocab, kl) for kl in KLS)
             ]
-    print_table(f"V = {vocab}, both sides in 16 bits", table, KLS)
+    print_table(f"{backend.name}, V = {vocab}, both sides in 16 bits", table, KLS)
     assert max(map(max, table.values())) <= KL_RTOL
 
 
-def test_gradient_table():
+def test_gradient_table(backend):
     table = {}
     for kind in KINDS:
         for name in OFFSETS[:3]:
@@ -111,17 +133,26 @@ def test_gradient_table():
             for kl in KLS:
                 x, y = nominal_pair(kind, 32768, kl)
                 x, y = x.float(), offset(y, name).float()
-                leaf = y.clone().requires_grad_()
-                trm.token_divergence(x, leaf).kl.sum().backward()
                 bits = encode(["kl"])
+                shared = dict(rollout_logits=x, train_logits=y, vocab_size=32768, outputs=bits)
+                got = backend(
+                    "token_divergence_backward",
+                    grad_values=torch.ones(1, 2),
+                    statistics=backend("token_divergence", **shared)[2],
+                    want_rollout=False,
+                    want_train=True,
+                    **shared,
+                )[1]
                 rows = (None, None, None, None)
                 statistics = reference.token_divergence(x, y, *rows, 32768, bits)[2]
                 want = reference.token_divergence_backward(
                     torch.ones(1, 2), x, y, statistics, *rows, 0, 32768, bits, False, True
                 )[1]
-                errors.append(float((leaf.grad.double() - want).norm() / want.norm()))
+                errors.append(float((got.double() - want).norm() / want.norm()))
             table[f"{kind}, {name}"] = errors
-    print_table("V = 32768, float32: relative L2 error of d kl / d train", table, KLS)
+    print_table(
+        f"{backend.name}, V = 32768, float32: relative L2 error of d kl / d train", table, KLS
+    )
     assert max(map(max, table.values())) <= GRADIENT_RTOL
 
 
@@ -147,7 +178,7 @@ def test_the_oracle_itself_against_mpmath(kind, kl):
 
 
 # Edge inputs of a row of 4099 columns: (build, what the truth is).
-def test_edge_table():
+def test_edge_table(backend):
     x = base_rows("flat", 1, 4099)
     y = x + 1e-2 * torch.randn(1, 4099, dtype=torch.float64)
     inf = float("inf")
@@ -171,10 +202,10 @@ def test_edge_table():
     }
     for name, (a, b) in cases.items():
         a, b = a.float(), b.float()
-        truth, got = float(exact_kl(a, b)), float(trm.token_divergence(a, b).kl)
+        truth, got = float(exact_kl(a, b)), float(kl_of(backend, a, b))
         print(f"{name:36} {truth:12.6g} {got:12.6g}")
         assert abs(got - truth) <= KL_RTOL * truth + 1e-30, name
     violated = y.clone()
     violated[0, 5] = -inf
-    assert trm.token_divergence(x, violated).kl.item() == inf
-    assert trm.token_divergence(x.float(), x.float()).kl.item() == 0.0
+    assert kl_of(backend, x, violated).item() == inf
+    assert kl_of(backend, x.float(), x.float()).item() == 0.0

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward over rows whose columns are contiguous and aligned: reads V x (rollout size + train
 // size) bytes per row once and writes V x size per gradient. Columns do not depend on each other,
-// so any split of a row into blocks gives the same bits.
+// and a row is split where a block's step ends, so the split does not change a bit.
 //
 //   d KL(rollout||train) / d train = p expm1(-t),  t = log(p/q) = (x - y) - c - residual
 //
@@ -175,6 +175,11 @@ __global__ void __launch_bounds__(kStreamThreads, 3)
       const auto y1 = load_run<Train, kColumns>(train + second);
       write_run(first, x0, y0);
       write_run(second, x1, y1);
+    }
+    if (column + kStep <= stop) {
+      write_run(column + offset, load_run<Rollout, kColumns>(rollout + column + offset),
+                load_run<Train, kColumns>(train + column + offset));
+      column += kStep;
     }
   }
   for (column += threadIdx.x; column < end; column += kStreamThreads) {

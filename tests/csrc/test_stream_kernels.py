@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only the streaming CUDA kernels can get wrong: runs, regions, splits, frames, far columns.
+
+Run by the emulator, and on a GPU where there is one; the oracle is the float64 twin.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from tests import emulator_build
+from tests.backends import Backend, usable
+from tests.rows import GRADIENT_RTOL, KL_RTOL, base_rows
+from trm_ext.outputs import OUTPUTS, VALUES, encode
+
+INF, NAN = float("inf"), float("nan")
+PAIRS = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "fp32": (torch.float32, torch.float32),
+    "bf16-fp32": (torch.bfloat16, torch.float32),
+    "fp32-bf16": (torch.float32, torch.bfloat16),
+}
+ALL = encode(OUTPUTS)
+KL = encode(["kl"])
+TOKENLESS = encode([name for name in OUTPUTS if not name.startswith("log")])
+# Around a run (8), a step of a warp (256), two of them, a region and a block's step of backward.
+EDGES = (8, 9, 255, 256, 257, 511, 513, 2047, 2049, 8191, 8193)
+
+
+@pytest.fixture(params=("emulator-greedy-one-warp", "cuda"))
+def backend(request):
+    yield usable(request.param)
+    if request.param.startswith("emulator"):
+        emulator_build.module().set_device(90, 1)
+
+
+def rows_of(pair, rows, vocab, noise=0.05, seed=0):
+    x = base_rows("flat", rows, vocab, seed)
+    y = x + noise * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed + 1))
+    return x.to(PAIRS[pair][0]), y.to(PAIRS[pair][1])
+
+
+def padded(x, columns, fill=NAN):
+    """The rows in a buffer of ``columns`` columns, whose padding nobody may read."""
+    out = torch.full((len(x), columns), fill, dtype=x.dtype)
+    out[:, : x.shape[1]] = x
+    return out
+
+
+def forward(backend, x, y, vocab, outputs=ALL, **given):
+    return backend(
+        "token_divergence",
+        rollout_logits=x,
+        train_logits=y,
+        vocab_size=vocab,
+        outputs=outputs,
+        **given,
+    )
+
+
+def gradients(backend, x, y, vocab, outputs, upstream, statistics, rollout=True, **given):
+    return backend(
+        "token_divergence_backward",
+        grad_values=upstream,
+        rollout_logits=x,
+        train_logits=y,
+        statistics=statistics,
+        vocab_size=vocab,
+        outputs=outputs,
+        want_rollout=rollout,
+        want_train=True,
+        **given,
+    )
+
+
+def check(backend, x, y, vocab, *, tokens=None, differentiated=VALUES, **given):
+    """Values, diagnostics and both gradients against the twin."""
+    rows = len(x)
+    tokens = torch.arange(rows) * 7919 % vocab if tokens is None else tokens
+    shared = dict(tokens=tokens, **given)
+    *got, statistics = forward(backend, x, y, vocab, **shared)
+    *want, exact = forward(Backend("reference"), x, y, vocab, **shared)
+    for name, value, expected in zip(OUTPUTS, torch.cat(got), torch.cat(want), strict=True):
+        gap = name in ("kl", "kl_train_rollout", "tv", "chi2", "bhattacharyya", "outside_mass")
+        # Entropies and log-probs are sums of terms of order one, whose size their rounding has.
+        atol = 1e-14 if gap else KL_RTOL
+        torch.testing.assert_close(
+            value.double(), expected, rtol=KL_RTOL, atol=atol, equal_nan=True, msg=name
+        )
+    generator = torch.Generator().manual_seed(rows)
+    for outputs in (KL, encode(differentiated)):
+        count = bin(outputs).count("1")
+        upstream = torch.randn(count, rows, generator=generator)
+        for rollout in (False, True):
+            shared["rollout"] = rollout
+            found = gradients(backend, x, y, vocab, outputs, upstream, statistics, **shared)
+            wanted = gradients(
+                Backend("reference"), x, y, vocab, outputs, upstream.double(), exact, **shared
+            )
+            sides = zip(found, wanted, (x, y), strict=True)
+            for gradient, expected, logits in list(sides)[0 if rollout else 1 :]:
+                assert gradient.dtype == logits.dtype
+                columns = expected[:, :vocab].double()
+                difference = gradient[:, :vocab].double() - columns
+                assert torch.isfinite(columns).all() and torch.isfinite(difference).all()
+                eps = torch.finfo(gradient.dtype).eps
+                smallest = torch.finfo(gradient.dtype).smallest_normal
+                # The rollout side, p (t - KL), is measured against its terms.
+                scale = columns.norm() + (upstream.norm() if outputs != KL or rollout else 0)
+                floor = smallest * columns.numel() ** 0.5
+                assert difference.norm() <= (GRADIENT_RTOL + eps) * scale + floor
+                assert (gradient[:, vocab:] == 0).all()
+
+
+@pytest.mark.parametrize("vocab", EDGES)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_runs_steps_and_regions(backend, pair, vocab):
+    x, y = rows_of(pair, 2, vocab)
+    columns = (vocab + 15) // 8 * 8
+    check(backend, padded(x, columns), padded(y, columns), vocab)
+
+
+@pytest.mark.parametrize("share", (0.01, 0.2, 1.0))
+@pytest.mark.parametrize("pair", PAIRS)
+def test_far_columns_anywhere(backend, pair, share):
+    x, y = rows_of(pair, 2, 4096)
+    far = torch.rand(2, 4096, generator=torch.Generator().manual_seed(3)) < share
+    y = torch.where(far, y + 3 * torch.randn(2, 4096).to(y.dtype), y)
+    check(backend, x, y, 4096)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_truncated_rollouts(backend, pair):
+    x, y = rows_of(pair, 3, 4096)
+    order = x.argsort(-1, descending=True)
+    x.scatter_(-1, order[:, 410:], -INF)
+    # KL(train||rollout) is infinite; the other gradients exist.
+    names = [name for name in VALUES if name != "kl_train_rollout"]
+    check(backend, x, y, 4096, tokens=order[:, 0], differentiated=names)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_maximum_that_comes_late_or_alone(backend, pair):
+    # Falling, rising and alternating rows: the frame moves never, always, and one side at a time.
+    ramp = torch.linspace(-40, 40, 4096)
+    x = torch.stack([-ramp, ramp, ramp, ramp * (-1) ** torch.arange(4096), 0 * ramp])
+    y = torch.stack([-ramp, ramp, -ramp, ramp * (-1) ** (torch.arange(4096) // 7), ramp])
+    check(backend, x.to(PAIRS[pair][0]), y.to(PAIRS[pair][1]), 4096)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_masking_by_the_smallest_finite_number(backend, pair):
+    x, y = rows_of(pair, 2, 2048)
+    hidden = torch.rand(2, 2048, generator=torch.Generator().manual_seed(5)) < 0.3
+    x = x.masked_fill(hidden, torch.finfo(x.dtype).min)
+    y = y.masked_fill(hidden, torch.finfo(y.dtype).min)
+    check(backend, x, y, 2048, tokens=(~hidden).int().argmax(-1))
+
+
+@pytest.mark.parametrize("pair", ("fp32", "bf16", "fp32-bf16"))
+@pytest.mark.parametrize("size", (6e4, 7e4, 1e9, 1e30))
+def test_logits_too_large_for_a_product(backend, pair, size):
+    # The winner is `size` above the rest on both sides, the runners-up close to it.
+    x, y = rows_of(pair, 2, 1024)
+    x, y = x.float(), y.float()
+    step = size * 2.0**-7  # bf16 tells them apart
+    x[:, 5], y[:, 5] = size, size
+    x[:, 900], y[:, 900] = size - step, size - 2 * step
+    x[1], y[1] = x[1] - size, y[1] - size
+    check_values = [rows.to(dtype) for rows, dtype in zip((x, y), PAIRS[pair], strict=True)]
+    got = torch.cat(forward(backend, *check_values, 1024, TOKENLESS)[:2]).double()
+    want = torch.cat(forward(Backend("reference"), *check_values, 1024, TOKENLESS)[:2])
+    # Logits of this size have no digits below `size` * eps; the values follow the stored ones.
+    torch.testing.assert_close(got, want, rtol=KL_RTOL, atol=KL_RTOL * (1 + size * 2.0**-24))
+
+
+def test_maxima_whose_difference_overflows_have_no_value(backend):
+    x = torch.full((1, 64), 3e38)
+    got = forward(backend, x, -x, 64, KL)[0]
+    assert torch.isnan(got).all()
+
+
+@pytest.mark.parametrize("place", (0, 7, 255, 2048, 4095))
+@pytest.mark.parametrize("value", (NAN, INF))
+@pytest.mark.parametrize("train", (False, True))
+@pytest.mark.parametrize("pair", ("bf16", "fp32"))
+def test_evidence_that_is_missing(backend, pair, train, value, place):
+    x, y = rows_of(pair, 3, 4096)
+    (y if train else x)[1, place] = value
+    got, _, statistics = forward(backend, x, y, 4096, KL)
+    assert torch.isnan(got[0, 1]) and torch.isfinite(got[0, [0, 2]]).all()
+    grads = gradients(backend, x, y, 4096, KL, torch.ones(1, 3), statistics)
+    for gradient in grads:
+        assert torch.isnan(gradient[1]).all() and torch.isfinite(gradient[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_support_violations(backend, pair):
+    x, y = rows_of(pair, 2, 4096)
+    y[0, 2049] = -INF
+    x[1, 17] = -INF
+    got = torch.cat(forward(backend, x, y, 4096, TOKENLESS)[:2]).double()
+    want = torch.cat(forward(Backend("reference"), x, y, 4096, TOKENLESS)[:2])
+    torch.testing.assert_close(got, want, rtol=KL_RTOL, atol=KL_RTOL)
+    assert got[0, 0] == INF and got[1, 1] == INF
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_temperatures(backend, pair):
+    x, y = rows_of(pair, 3, 2049)
+    check(
+        backend,
+        x,
+        y,
+        2049,
+        rollout_temperature=torch.tensor([0.6, 1.0, 2.5], dtype=torch.float64),
+        train_temperature=torch.tensor([0.6, 0.7, 1.0], dtype=torch.float64),
+    )
+
+
+def bits(results):
+    return [r.contiguous().view(torch.uint8).clone() for r in results]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_row_has_one_answer(pair):
+    """Not of the number of rows, of how many blocks share a row, or of where the row lies."""
+    backend = usable("emulator-inorder")
+    device = emulator_build.module().set_device
+    vocab, rows = 8200, 3
+    x, y = rows_of(pair, rows, vocab, noise=0.6)
+    tokens = torch.tensor([0, 5000, vocab - 1])
+
+    def answer(x, y, tokens):
+        *values, statistics = forward(backend, x, y, vocab, tokens=tokens)
+        upstream = torch.ones(1, len(x))
+        train = gradients(backend, x, y, vocab, KL, upstream, statistics, rollout=False)[1]
+        return bits([torch.cat(values).T, statistics, train[:, :vocab]])
+
+    try:
+        device(90, 1)
+        whole = answer(x, y, tokens)
+        for processors in (2, 132):
+            device(90, processors)
+            assert all(map(torch.equal, answer(x, y, tokens), whole))
+        for row in range(rows):
+            for processors in (1, 132):
+                device(90, processors)
+                alone = answer(x[row : row + 1], y[row : row + 1], tokens[row : row + 1])
+                for one, other in zip(alone, whole, strict=True):
+                    assert torch.equal(one[0], other[row])
+        forward_only = slice(0, 2)  # backward reads unaligned rows by another formula
+        for columns, offset in itertools.product((vocab + 8, vocab + 9), (0, 1, 2)):
+            a, b = (padded(rows, columns + 8)[:, offset:] for rows in (x, y))
+            a, b = (torch.full_like(rows, 0) for rows in (a, b))
+            a[:, :vocab], b[:, :vocab] = x, y
+            moved = answer(a[:, :columns], b[:, :columns], tokens)
+            assert all(map(torch.equal, moved[forward_only], whole[forward_only]))
+    finally:
+        device(90, 1)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_masked_rows_of_a_split(pair):
+    """Not read, zero everywhere; also where their neighbours are shared by blocks."""
+    backend = usable("emulator-shuffled")
+    x, y = rows_of(pair, 3, 8200)
+    x[1], y[1] = NAN, NAN
+    mask = torch.tensor([True, False, True])
+    try:
+        emulator_build.module().set_device(90, 132)
+        *values, statistics = forward(backend, x, y, 8200, TOKENLESS, token_mask=mask)
+        assert (torch.cat(values)[:, 1] == 0).all() and torch.isfinite(torch.cat(values)).all()
+        found = gradients(backend, x, y, 8200, KL, torch.ones(1, 3), statistics, token_mask=mask)
+        for gradient in found:
+            assert (gradient[1] == 0).all() and (gradient[[0, 2]] != 0).any(1).all()
+    finally:
+        emulator_build.module().set_device(90, 1)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_both_sides_may_be_one_tensor(pair):
+    backend = usable("emulator-inorder")
+    x, _ = rows_of(pair, 2, 2048)
+    same = x if PAIRS[pair][0] == PAIRS[pair][1] else x.to(PAIRS[pair][1])
+    x = x.to(PAIRS[pair][1]).to(PAIRS[pair][0])
+    got = forward(backend, x, same.to(x.dtype).to(PAIRS[pair][1]), 2048, KL)[0]
+    assert (got == 0).all()
