@@ -69,6 +69,26 @@ def worst(backend, x, y, temperatures=None):
     return float(((got - truth) / truth)[covered].abs().max()) if covered.any() else 0.0
 
 
+def gradient_error(backend, x, y):
+    """Relative L2 error of d kl / d train of all rows together; 0 where the gradient is 0."""
+    vocab, bits = x.shape[-1], encode(["kl"])
+    shared = dict(rollout_logits=x, train_logits=y, vocab_size=vocab, outputs=bits)
+    got = backend(
+        "token_divergence_backward",
+        grad_values=torch.ones(1, len(x)),
+        statistics=backend("token_divergence", **shared)[2],
+        want_rollout=False,
+        want_train=True,
+        **shared,
+    )[1]
+    rows = (None, None, None, None)
+    statistics = reference.token_divergence(x, y, *rows, vocab, bits)[2]
+    want = reference.token_divergence_backward(
+        torch.ones(1, len(x)), x, y, statistics, *rows, 0, vocab, bits, False, True
+    )[1]
+    return float((got.double() - want).norm() / want.norm().clamp(min=1e-300))
+
+
 def print_table(title, table, columns):
     print(f"\n{title}")
     print("row".ljust(26) + "".join(str(c).rjust(12) for c in columns))
@@ -133,22 +153,7 @@ def test_gradient_table(backend):
             for kl in KLS:
                 x, y = nominal_pair(kind, 32768, kl)
                 x, y = x.float(), offset(y, name).float()
-                bits = encode(["kl"])
-                shared = dict(rollout_logits=x, train_logits=y, vocab_size=32768, outputs=bits)
-                got = backend(
-                    "token_divergence_backward",
-                    grad_values=torch.ones(1, 2),
-                    statistics=backend("token_divergence", **shared)[2],
-                    want_rollout=False,
-                    want_train=True,
-                    **shared,
-                )[1]
-                rows = (None, None, None, None)
-                statistics = reference.token_divergence(x, y, *rows, 32768, bits)[2]
-                want = reference.token_divergence_backward(
-                    torch.ones(1, 2), x, y, statistics, *rows, 0, 32768, bits, False, True
-                )[1]
-                errors.append(float((got.double() - want).norm() / want.norm()))
+                errors.append(gradient_error(backend, x, y))
             table[f"{kind}, {name}"] = errors
     print_table(
         f"{backend.name}, V = 32768, float32: relative L2 error of d kl / d train", table, KLS
@@ -209,3 +214,27 @@ def test_edge_table(backend):
     violated[0, 5] = -inf
     assert kl_of(backend, x, violated).item() == inf
     assert kl_of(backend, x.float(), x.float()).item() == 0.0
+
+
+# Flat rows on which one token moved: equal terms, and a log-ratio that is not the maxima's.
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("vocab", (1000, pytest.param(49152, marks=pytest.mark.slow)))
+def test_one_logit_table(backend, vocab, dtype):
+    masses, kls = (1e-4, 1e-3, 0.1, 0.3, 0.5), (1e-9, 1e-6, 1e-3, 0.1)
+    table, gradients = {}, {}
+    for mass in masses:
+        pairs = []
+        for kl in kls:
+            x = torch.zeros(1, vocab, dtype=torch.float64)
+            x[0, vocab // 3] = torch.tensor(mass / (1 - mass) * (vocab - 1)).log()
+            y = x.clone()
+            y[0, vocab // 3] += (2 * kl / mass) ** 0.5
+            pairs.append((x.to(dtype), y.to(dtype)))
+        table[f"p = {mass}"] = [worst(backend, x, y) for x, y in pairs]
+        gradients[f"p = {mass}"] = [gradient_error(backend, x, y) for x, y in pairs]
+    print_table(
+        f"{backend.name}, V = {vocab}, one logit, {dtype}: relative error of kl", table, kls
+    )
+    print_table("relative L2 error of d kl / d train", gradients, kls)
+    assert max(map(max, table.values())) <= KL_RTOL
+    assert max(map(max, gradients.values())) <= GRADIENT_RTOL + float(torch.finfo(dtype).eps) / 2

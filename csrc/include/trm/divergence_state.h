@@ -336,13 +336,24 @@ TRM_INLINE DivergenceState<To> convert_state(const DivergenceState<From>& s) {
   return out;
 }
 
+// c, or log(S/Q) where c is further than 2^-16 from it. Sums in a frame with c = log(S/Q) are as
+// small as the KL; with c = M - max y they are up to 1 / p_max larger, and so is their rounding.
+TRM_HOST_DEVICE inline double centred_shift(const DivergenceState<double>& s) {
+  if (!s.has_both()) return s.shift;
+  const double excess = (s.near_gap - s.near_first) + (s.far_train - s.far_mass);
+  const double residual = -std::log1p(excess / (s.near_mass + s.far_mass));
+  const bool centred =
+      std::fabs(residual) <= 0x1p-16 || !(std::fabs(residual) < infinity<double>());
+  return centred ? s.shift : s.shift + residual;
+}
+
 // Stores a state in columns of Real. The frame is rounded by moving the state to the rounded frame,
 // never by changing c under sums that were taken with another one.
 template <typename Real>
 TRM_INLINE void store_state(DivergenceState<double> s, Real* columns) {
   if constexpr (sizeof(Real) < sizeof(double)) {
     move_to(s, {static_cast<double>(static_cast<Real>(s.max_rollout)),
-                static_cast<double>(static_cast<Real>(s.shift))});
+                static_cast<double>(static_cast<Real>(centred_shift(s)))});
   }
   columns[kMaxRollout] = static_cast<Real>(s.max_rollout);
   columns[kShift] = static_cast<Real>(s.shift);
@@ -497,9 +508,8 @@ TRM_HOST_DEVICE inline RowResult finish(const DivergenceState<double>& s) {
 template <typename Real>
 struct RowGradient {
   Real max_rollout;
-  Real shift;
-  Real residual;      // rounded, and
-  Real residual_low;  // what the rounding left: t = u - residual cancels on a sharp row
+  Real shift;     // log S - log Q, the mean of (x - y) that makes t = log(p/q), rounded
+  Real residual;  // and what the rounding left
   Real log_mass;
   Real inverse_mass;
   Real kl;
@@ -543,7 +553,6 @@ TRM_INLINE ColumnGradient<Real> column_gradient(const RowGradient<Real>& row, Lo
   }
   if (in_rollout && in_train) {
     t = (log_ratio_in_frame(x, y, row.shift) + (rollout.error - train.error)) - row.residual;
-    t -= row.residual_low;
   }
   if (in_rollout && in_train && std::fabs(t) <= near_limit<Real>()) {
     q_minus_p = p * (psi_near(t) - t);
@@ -594,12 +603,10 @@ TRM_INLINE void add_moments(DivergenceMoments& sums, const double* statistics, L
   const bool in_rollout = x > -infinity<Real>();
   const bool in_train = y > -infinity<Real>();
   const Real max_rollout = static_cast<Real>(statistics[kStatMaxRollout]);
-  const Real shift = static_cast<Real>(statistics[kStatShift]);
-  // What rounding the frame leaves, the residual and log S absorb (see read_gradient).
-  const double whole =
-      statistics[kStatResidual] + (statistics[kStatShift] - static_cast<double>(shift));
-  const Real residual = static_cast<Real>(whole);
-  const Real residual_low = static_cast<Real>(whole - static_cast<double>(residual));
+  // As in read_gradient.
+  const double log_ratio = statistics[kStatShift] + statistics[kStatResidual];
+  const Real shift = static_cast<Real>(log_ratio);
+  const Real residual = static_cast<Real>(log_ratio - static_cast<double>(shift));
   const Real log_mass = static_cast<Real>(
       statistics[kStatLogMass] + (statistics[kStatMaxRollout] - static_cast<double>(max_rollout)));
   Real p = 0, q = 0, log_p = 0, log_q = 0;
@@ -613,7 +620,7 @@ TRM_INLINE void add_moments(DivergenceMoments& sums, const double* statistics, L
   }
   if (in_rollout && in_train) {
     const Real u = log_ratio_in_frame(x, y, shift) + (rollout.error - train.error);
-    const Real t = (u - residual) - residual_low;
+    const Real t = u - residual;
     if (-t > sums.max_log_ratio) sums.max_log_ratio = -t;
     if (std::fabs(t) <= near_limit<Real>()) {
       const Real step = psi_near(t) - t;  // expm1(-t)

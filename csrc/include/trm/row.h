@@ -176,13 +176,11 @@ TRM_HOST_DEVICE inline bool read_gradient(const DivergenceBackwardArgs& args, in
   if (!any) return false;
   const double* statistics = args.statistics + row * kStatistics;
   out.max_rollout = static_cast<Real>(statistics[kStatMaxRollout]);
-  out.shift = static_cast<Real>(statistics[kStatShift]);
-  // What rounding the frame leaves, the residual and log S absorb: only the sums c + residual and
-  // M + log S enter log(p/q) and p.
-  const double residual =
-      statistics[kStatResidual] + (statistics[kStatShift] - static_cast<double>(out.shift));
-  out.residual = static_cast<Real>(residual);
-  out.residual_low = static_cast<Real>(residual - static_cast<double>(out.residual));
+  // log(p/q) = (x - y) - log_ratio, in two numbers: t is small where the first has cancelled.
+  const double log_ratio = statistics[kStatShift] + statistics[kStatResidual];
+  out.shift = static_cast<Real>(log_ratio);
+  out.residual = static_cast<Real>(log_ratio - static_cast<double>(out.shift));
+  // What rounding M leaves, log S absorbs: only their sum enters p.
   const double log_mass = statistics[kStatLogMass] +
                           (statistics[kStatMaxRollout] - static_cast<double>(out.max_rollout));
   out.log_mass = static_cast<Real>(log_mass);

@@ -22,6 +22,9 @@ namespace trm::kernels {
 // the product's rounding would no longer be small.
 constexpr float kLargeLogit = 65536.0f;
 
+// A lane's maximum may grow by this many nats before the frame moves.
+constexpr float kStreamSlack = 2.0f;
+
 // The frame of a warp, in the exponents that its sums are made of:
 //   w = 2^((x - rollout_base) log2e - rollout_scale)
 //   e = 2^((y - train_base) log2e - train_scale + train_offset)
@@ -31,19 +34,21 @@ struct StreamFrame {
   float train_limit = -infinity<float>();
   float rollout_scale = 0;
   float shift = 0, shift_low = 0;  // c = shift + shift_low
-  float near_bound = 0;            // near_limit, or < 0: no run goes straight
+  float near_bound = -1;           // near_limit, or < 0: no run goes straight
 };
 
 // The rest of the frame, which runs that go straight do not need: in shared memory, one per thread.
 struct StreamFrameRest {
   float max_rollout, max_train;  // stored logits, before temperature
   float rollout_base, train_base, train_scale, train_offset;
+  float shift_low;  // the frame's, where straight runs do without it
 };
 
 template <typename Rollout, typename Train, bool TrainGap, bool Entropy, bool Scaled>
 struct StreamLane {
   static constexpr int kColumns = kRunColumns<Rollout, Train>;
-  // x - y of two 16-bit logits is exact in float for columns that can be near.
+  // Of two 16-bit logits x - y is exact in float where it is at most 1.5: in columns that are near
+  // in a frame with |c| <= 1. Other frames send every run through add_mixed_run().
   static constexpr bool kExact = !Scaled && sizeof(Rollout) == 2 && sizeof(Train) == 2;
   using RolloutRun = Run<Rollout, kColumns>;
   using TrainRun = Run<Train, kColumns>;
@@ -56,7 +61,7 @@ struct StreamLane {
   __device__ __forceinline__ StreamLane(StreamFrameRest& place, const RowScale<float>& row_scale)
       : rest(place), scale(row_scale) {
     sums.flags = (TrainGap ? kCarriesTrainGap : 0u) | (Entropy ? kCarriesEntropy : 0u);
-    rest = {-infinity<float>(), -infinity<float>(), 0.0f, 0.0f, 0.0f, 0.0f};
+    rest = {-infinity<float>(), -infinity<float>(), 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
   }
 
   __device__ __forceinline__ Logit<float> rollout(float x) const {
@@ -68,9 +73,17 @@ struct StreamLane {
 
   __device__ __forceinline__ float log_ratio(Logit<float> x, Logit<float> y) const {
     const float difference = x.value - y.value;
-    if constexpr (kExact) return difference - frame.shift;
     const float error = difference_error(x.value, y.value, difference) + (x.error - y.error);
-    return (difference - frame.shift) + (error - frame.shift_low);
+    return (difference - frame.shift) + (error - shift_low());
+  }
+
+  __device__ __forceinline__ float shift_low() const {
+    return kExact ? rest.shift_low : frame.shift_low;
+  }
+
+  // The same in a run that may go straight.
+  __device__ __forceinline__ float straight_log_ratio(Logit<float> x, Logit<float> y) const {
+    return kExact ? (x.value - y.value) - frame.shift : log_ratio(x, y);
   }
 
   __device__ __forceinline__ float rollout_exponent(Logit<float> x) const {
@@ -151,13 +164,13 @@ struct StreamLane {
     const float max_train = train_run.largest();
     if (__any_sync(kWholeWarp,
                    max_rollout > frame.rollout_limit || max_train > frame.train_limit)) {
-      follow(max_rollout, max_train);
+      follow(rollout_run, train_run, max_rollout, max_train);
     }
     float u[kColumns];
     bool near = true;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      u[i] = log_ratio(rollout(rollout_run[i]), train(train_run[i]));
+      u[i] = straight_log_ratio(rollout(rollout_run[i]), train(train_run[i]));
       near = near & (std::fabs(u[i]) <= frame.near_bound);  // false for NaN too
     }
     if (__all_sync(kWholeWarp, near)) {
@@ -174,9 +187,12 @@ struct StreamLane {
     }
   }
 
-  // Moves the warp's frame to the larger of its maxima and the lanes' new ones. Both sides move
-  // when one does: moved alone it would leave the shift up to the slack off.
-  __device__ __forceinline__ void follow(float max_rollout, float max_train) {
+  // Moves the warp's frame to the larger of its maxima and the lanes' new ones, and c to where the
+  // log-ratio of the masses so far is small: at most 2^-16 from the difference of the maxima, which
+  // is exact, or the log-ratio itself. Were c the difference of maxima on a row whose heaviest
+  // token moved alone, every other column would add its square, up to 1 / p_max times the KL.
+  __device__ __forceinline__ void follow(const RolloutRun& rollout_run, const TrainRun& train_run,
+                                         float max_rollout, float max_train) {
     for (int step = kWarpLanes / 2; step > 0; step /= 2) {
       max_rollout = std::fmax(max_rollout, __shfl_xor_sync(kWholeWarp, max_rollout, step));
       max_train = std::fmax(max_train, __shfl_xor_sync(kWholeWarp, max_train, step));
@@ -199,30 +215,36 @@ struct StreamLane {
     far.train_base = large ? y_value : 0.0f;
     next.rollout_scale = large ? 0.0f : x_value * kLog2e;
     far.train_scale = large ? 0.0f : y_value * kLog2e;
-    if (has_rollout && has_train) {
-      next.shift = x.value - y.value;
-      if constexpr (!kExact) {
-        next.shift_low = difference_error(x.value, y.value, next.shift) + (x.error - y.error);
-      }
-      // Two maxima whose difference overflows float leave the row without a value.
-      if (!(std::fabs(next.shift) < infinity<float>())) sums.flags |= kNonFinite;
-    }
-    const double offset = ((static_cast<double>(far.train_base) - far.rollout_base) +
-                           (static_cast<double>(far.train_scale) - next.rollout_scale) * kNats) +
-                          (static_cast<double>(next.shift) + next.shift_low);
-    far.train_offset = static_cast<float>(offset) * kLog2e;
-    next.near_bound = large ? -1.0f : near_limit<float>();
     next.rollout_limit = limit(far.max_rollout, Scaled ? scale.rollout.high : 1.0f);
     next.train_limit = limit(far.max_train, Scaled ? scale.train.high : 1.0f);
+    const float drop =
+        static_cast<float>((static_cast<double>(rest.rollout_base) - far.rollout_base) +
+                           (static_cast<double>(frame.rollout_scale) - next.rollout_scale) * kNats);
+    if (has_rollout && has_train) {
+      next.shift = x.value - y.value;
+      next.shift_low = difference_error(x.value, y.value, next.shift) + (x.error - y.error);
+      // Two maxima whose difference overflows float leave the row without a value.
+      if (!(std::fabs(next.shift) < infinity<float>())) sums.flags |= kNonFinite;
+      const float log_ratio = log_ratio_so_far(rollout_run, train_run, drop, next, far);
+      if (std::fabs(log_ratio - next.shift) > 0x1p-16f &&
+          std::fabs(log_ratio) < infinity<float>()) {
+        next.shift = log_ratio;
+        next.shift_low = 0.0f;
+      }
+    }
+    far.train_offset = train_offset(next, far);
+    far.shift_low = next.shift_low;
+    next.near_bound =
+        large || (kExact && !(std::fabs(next.shift) <= 1.0f && next.shift_low == 0.0f))
+            ? -1.0f
+            : near_limit<float>();
 
-    const double drop = (static_cast<double>(rest.rollout_base) - far.rollout_base) +
-                        (static_cast<double>(frame.rollout_scale) - next.rollout_scale) * kNats;
-    const float turn = (next.shift - frame.shift) + (next.shift_low - frame.shift_low);
+    const float turn = (next.shift - frame.shift) + (next.shift_low - shift_low());
     if constexpr (Entropy) {
       sums.rollout_log *= static_cast<float>(kNats);
       sums.train_log *= static_cast<float>(kNats);
     }
-    move_by(sums, static_cast<float>(drop), turn);
+    move_by(sums, drop, turn);
     if constexpr (Entropy) {
       sums.rollout_log *= kLog2e;
       sums.train_log *= kLog2e;
@@ -232,9 +254,61 @@ struct StreamLane {
     rest = far;
   }
 
-  // The stored logit that is frame_slack() above `maximum` once it is over its temperature.
+  // What makes e = exp(y - M + c) of a power of two with train_scale.
+  __device__ __forceinline__ static float train_offset(const StreamFrame& frame,
+                                                       const StreamFrameRest& rest) {
+    const double offset = ((static_cast<double>(rest.train_base) - rest.rollout_base) +
+                           (static_cast<double>(rest.train_scale) - frame.rollout_scale) * kNats) +
+                          (static_cast<double>(frame.shift) + frame.shift_low);
+    return static_cast<float>(offset) * kLog2e;
+  }
+
+  // c - log1p(B/S) of the warp's columns so far and of a run that is not added yet. The run is
+  // taken in frame `next`, what is summed already is moved there by its masses alone.
+  __device__ __forceinline__ float log_ratio_so_far(const RolloutRun& rollout_run,
+                                                    const TrainRun& train_run, float drop,
+                                                    const StreamFrame& next,
+                                                    const StreamFrameRest& far) {
+    const float offset = train_offset(next, far);
+    const float k = sums.has(kHasRollout) ? exponential(drop) : 0.0f;
+    const float turn = (next.shift - frame.shift) + (next.shift_low - shift_low());
+    const float k_train = sums.has(kHasTrain) ? exponential(drop + turn) : 0.0f;
+    const float old_mass = sums.near_mass + sums.far_mass;
+    const float old_excess = (sums.near_gap - sums.near_first) + (sums.far_train - sums.far_mass);
+    // k_train (S + B) - k S, without its cancellation where the turn is small
+    const float bend = std::fabs(turn) <= near_limit<float>()
+                           ? k * (turn + psi_near(-turn)) * old_mass
+                           : (k_train - k) * old_mass;
+    float mass = k * old_mass;
+    float excess = k_train * old_excess + bend;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const Logit<float> x = rollout(rollout_run[i]);
+      const Logit<float> y = train(train_run[i]);
+      float log_weight = std::fma(x.value - far.rollout_base, kLog2e, -next.rollout_scale);
+      float log_train = std::fma(y.value - far.train_base, kLog2e, -far.train_scale) + offset;
+      if (Scaled) {
+        log_weight = std::fma(x.error, kLog2e, log_weight);
+        log_train = std::fma(y.error, kLog2e, log_train);
+      }
+      const float weight = fast_exp2(log_weight);
+      const float difference = x.value - y.value;
+      const float error = difference_error(x.value, y.value, difference) + (x.error - y.error);
+      const float u = (difference - next.shift) + (error - next.shift_low);
+      mass += weight;
+      excess += std::fabs(u) <= near_limit<float>() ? weight * (psi_near(u) - u)
+                                                    : fast_exp2(log_train) - weight;
+    }
+    for (int step = kWarpLanes / 2; step > 0; step /= 2) {
+      mass += __shfl_xor_sync(kWholeWarp, mass, step);
+      excess += __shfl_xor_sync(kWholeWarp, excess, step);
+    }
+    return (next.shift + next.shift_low) - std::log1p(excess / mass);
+  }
+
+  // The stored logit that is kStreamSlack above `maximum` once it is over its temperature.
   __device__ __forceinline__ static float limit(float maximum, float inverse_temperature) {
-    return maximum + frame_slack<float>() / inverse_temperature;
+    return maximum + kStreamSlack / inverse_temperature;
   }
 
   __device__ __forceinline__ static double warp_sum(float value) {
@@ -252,7 +326,7 @@ struct StreamLane {
       if (writes) columns[column] = value;
     };
     put(kMaxRollout, rest.rollout_base + static_cast<double>(frame.rollout_scale) * kNats);
-    put(kShift, static_cast<double>(frame.shift) + frame.shift_low);
+    put(kShift, static_cast<double>(frame.shift) + shift_low());
     put(kNearMass, warp_sum(sums.near_mass));
     put(kNearFirst, warp_sum(sums.near_first));
     put(kNearGap, warp_sum(sums.near_gap));
@@ -275,8 +349,9 @@ struct TokenColumn {
   double train;
 };
 
-// Where a row's logits begin, in elements.
+// A row and where its logits begin, in elements.
 struct RowStarts {
+  int64_t row;
   int64_t rollout;
   int64_t train;
 };
@@ -330,10 +405,11 @@ __global__ void __launch_bounds__(
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int lane_index = static_cast<int>(threadIdx.x) % kWarpLanes;
   if (threadIdx.x == 0) {
-    starts = {row_offset(args.rollout, row, args.inner), row_offset(args.train, row, args.inner)};
-    if (whole) token = token_of_row(args, row);
+    starts = {row, row_offset(args.rollout, row, args.inner),
+              row_offset(args.train, row, args.inner)};
   }
-  __syncthreads();  // one thread has found the row
+  __syncthreads();                                                 // one thread has found the row
+  if (whole && threadIdx.x == 0) token = token_of_row(args, row);  // for itself, later
   RowScale<float> scale;
   if constexpr (Scaled) scale = row_scale<float>(args, row);
 
@@ -375,12 +451,12 @@ __global__ void __launch_bounds__(
       lane.add_run(load_part<Rollout, kColumns>(rollout, mine, plan.load_bytes),
                    load_part<Train, kColumns>(train, mine, plan.load_bytes));
     }
-    double* const place = whole ? regions : out.workspace + row * (kRegions * kStateColumns);
+    double* const place = whole ? regions : out.workspace + starts.row * (kRegions * kStateColumns);
     lane.store(place + region * kStateColumns);
   }
   if (!whole) return;
   __syncthreads();  // every region's state must land before the first warp reads them
-  if (warp == 0) finish_regions(args, out, row, regions, token);
+  if (warp == 0) finish_regions(args, out, starts.row, regions, token);
 }
 
 // The rows whose regions several blocks have summed: one warp each.

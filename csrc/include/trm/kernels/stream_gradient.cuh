@@ -79,18 +79,12 @@ template <typename Rollout, typename Train, int Columns>
 __device__ __forceinline__ void kl_gradient(const GradientRow& row,
                                             const Run<Rollout, Columns>& rollout,
                                             const Run<Train, Columns>& train, float* out) {
-  constexpr bool kExact = sizeof(Rollout) == 2 && sizeof(Train) == 2;
   const float factor = row.gradient.g_kl * row.rollout.correction;
   float t[Columns];
   bool near = true;
 #pragma unroll
   for (int i = 0; i < Columns; ++i) {
-    if constexpr (kExact) {
-      t[i] = ((rollout[i] - train[i]) - row.gradient.shift) - row.gradient.residual;
-    } else {
-      t[i] = log_ratio_in_frame(rollout[i], train[i], row.gradient.shift) - row.gradient.residual;
-      t[i] -= row.gradient.residual_low;
-    }
+    t[i] = log_ratio_in_frame(rollout[i], train[i], row.gradient.shift) - row.gradient.residual;
     near = near & (std::fabs(t[i]) <= near_limit<float>());
   }
 #pragma unroll
