@@ -100,6 +100,7 @@ class Function:
     instructions: tuple[Instruction, ...]
 
 
+_BRANCHES = ("BRA", "JMP", "CALL", "BSSY")
 Graph = dict[int, tuple[tuple[Instruction, ...], tuple[int, ...]]]  # block -> its code, successors
 
 _LINE = re.compile(
@@ -154,7 +155,8 @@ def graph(function: Function) -> Graph:
     after: list[tuple[int, ...]] = []
     for i, instruction in enumerate(code):
         following = (code[i + 1].address,) if i + 1 < len(code) else ()
-        name, target = instruction.mnemonic, instruction.target
+        name = instruction.mnemonic
+        target = instruction.target if name in _BRANCHES else None
         if name == "BSSY" and target is not None:
             barriers[instruction.operands.split(",")[0].strip()] = target
         conditional = instruction.predicate not in ("", "@PT", "@!UPT") or "," in (
@@ -308,8 +310,9 @@ def hot_loop(function: Function, pair_bytes: int | None = None) -> HotLoop:
     if pair_bytes is None:
         pair_bytes = sum(BYTES[name] for name in logit_types(function.name))
     blocks = graph(function)
+    natural = loops(blocks)
     found = []
-    for header, body in loops(blocks):
+    for header, body in natural:
         wide = [i for block in body for i in blocks[block][0] if is_wide(i)]
         if any(i.mnemonic == "LDG" and i.width >= 16 for i in wide):
             found.append((header, body, wide))
@@ -321,7 +324,7 @@ def hot_loop(function: Function, pair_bytes: int | None = None) -> HotLoop:
     pairs, rest = divmod(sum(loaded), pair_bytes)
     if rest:
         raise ValueError(f"{function.name}: loads of {loaded} bytes are no whole number of pairs")
-    nested = {b for head, inside in loops(blocks) if head in body and inside < body for b in inside}
+    nested = {b for _, inside in natural if inside < body for b in inside}
     path = _cheapest(blocks, header, body - nested, len(wide), pairs)
     if path is None:
         raise ValueError(f"{function.name}: no way round the loop with {pairs} exponentials")
@@ -435,9 +438,13 @@ def from_sources(architecture: str) -> list[list[str]]:
 
 
 def from_library(library: Path, architecture: str) -> list[list[str]]:
+    found = streaming(disassemble(library, architecture))
+    return rows(found, library_registers(library, architecture), architecture)
+
+
+def library_registers(library: Path, architecture: str) -> dict[str, int]:
     found = cuda_build.library_resources(library, architecture)
-    registers = {r.name: r.registers or 0 for r in found}
-    return rows(streaming(disassemble(library, architecture)), registers, architecture)
+    return {resources.name: resources.registers or 0 for resources in found}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
