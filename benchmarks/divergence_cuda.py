@@ -11,15 +11,15 @@ reads the same two buffers and does nothing, in the same rounds. Percentages are
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import functools
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +125,17 @@ class Machine:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    def peak_bytes(self, call: Callable[[], object]) -> int | None:
+    def peak_bytes(self, call: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) -> Any:
+        """Most bytes allocated by a call beyond those before it; None where nobody can say."""
         if self.dry:
-            return record.peak_bytes(call)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+            return record.peak_bytes(lambda: call(x, y))
+        self.free_bytes()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        call()
+        try:
+            call(x, y)
+        except torch.OutOfMemoryError:
+            return None
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
@@ -141,13 +144,11 @@ class Machine:
         if self.dry:
             return found | {"device": "rehearsal on the CPU: no figure means anything"}
         facts = torch.cuda.get_device_properties(0)
-        query = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
-        smi = subprocess.run(
-            ["nvidia-smi", "-i", "0", f"--query-gpu={query}", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.strip()
+        query, smi = "driver_version,clocks.max.sm,clocks.max.mem,power.limit", "unknown"
+        if shutil.which("nvidia-smi"):
+            command = ["nvidia-smi", "-i", "0", f"--query-gpu={query}", "--format=csv,noheader"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            smi = done.stdout.strip()
         return found | {
             "device": facts.name,
             "compute_capability": f"{facts.major}.{facts.minor}",
@@ -206,16 +207,20 @@ def sets(machine: Machine, count: int, vocab: int, dtypes: str) -> list[Pair]:
 
 def peers(machine: Machine) -> dict[str, Form]:
     """Other ways to write it, as far as they are installed."""
-    backend = {"backend": "aot_eager"} if machine.dry else {}
+    compiled = functools.partial(torch.compile, dynamic=False)
+    if machine.dry:
+        compiled = functools.partial(compiled, backend="aot_eager")
     found: dict[str, Form] = {
         "eager": divergence.eager,
         "lse form": divergence.lse_form,
-        "torch.compile": torch.compile(divergence.eager, dynamic=False, **backend),
-        "torch.compile lse": torch.compile(divergence.lse_form, dynamic=False, **backend),
+        "torch.compile": compiled(divergence.eager),
+        "torch.compile lse": compiled(divergence.lse_form),
     }
     if not machine.dry:
-        with contextlib.suppress(ImportError):
+        try:
             found["Liger"] = _liger()
+        except Exception as reason:  # a peer that does not load here is no reason to stop
+            print(f"no Liger: {reason}", file=sys.stderr)
     return found
 
 
@@ -328,7 +333,7 @@ def case(
     name: str,
     pairs: Sequence[Pair],
     rounds: int,
-    forms: dict[str, Form],
+    forms: Mapping[str, Form],
     *,
     grad: bool = False,
 ) -> dict[str, Any]:
@@ -349,11 +354,8 @@ def case(
             runs.pop(provider, None)
             failed[provider] = str(reason).splitlines()[0][:60]
             machine.free_bytes()
-    seconds: dict[str, list[float]] = {provider: [] for provider in runs}
-    for _ in range(rounds):
-        for provider, run in runs.items():
-            seconds[provider].append(machine.seconds(run) / len(pairs))
-    del runs
+    seconds = interleaved(machine, runs, len(pairs), rounds)
+    runs.clear()  # and with the graphs their memory, before peaks are measured
     sizes = [t.numel() * t.element_size() for t in (x, y)]
     moved = dict.fromkeys(forms, 2 * sum(sizes) + sizes[1] if grad else sum(sizes))
     moved |= {"read": 2 * min(sizes), "read+write": 3 * min(sizes), "copy": 2 * sizes[1]}
@@ -368,10 +370,19 @@ def case(
         "graph": graphs,
         "failed": failed,
         "relative_error": {n: error(form, x, y) for n, form in forms.items() if n in seconds},
-        "peak_bytes": {
-            n: machine.peak_bytes(functools.partial(calls[n], x, y)) for n in forms if n in seconds
-        },
+        "peak_bytes": {n: machine.peak_bytes(calls[n], x, y) for n in forms if n in seconds},
     }
+
+
+def interleaved(
+    machine: Machine, runs: dict[str, Callable[[], object]], sets: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds per set of inputs, one call of each provider per round."""
+    seconds: dict[str, list[float]] = {provider: [] for provider in runs}
+    for _ in range(rounds):
+        for provider, run in runs.items():
+            seconds[provider].append(machine.seconds(run) / sets)
+    return seconds
 
 
 def error(form: Form, x: Tensor, y: Tensor) -> float:
@@ -423,17 +434,16 @@ def mask(machine: Machine, pairs: Sequence[Pair], rounds: int) -> dict[str, Any]
     kl = divergence.ours(*pairs[0])
     calls = {"ours": no_grad(divergence.ours), "verdict": verdict, "mask": whole}
     runs = {n: machine.graph(lambda call=call: call(*pairs[0])) for n, call in calls.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + 1):
-        for name, (run, _) in runs.items():
-            seconds[name].append(machine.seconds(run))
+    replays = {name: run for name, (run, _) in runs.items()}
+    interleaved(machine, replays, 1, 1)
+    seconds = interleaved(machine, replays, 1, rounds)
     nothing: dict[str, Any] = {}
     return {
         "case": "sequence mask bf16",
         "shape": list(pairs[0][0].shape),
         "pairs": pairs[0][0].numel(),
         "bytes": nothing,
-        "seconds": {name: samples[1:] for name, samples in seconds.items()},
+        "seconds": seconds,
         "graph": {name: captured for name, (_, captured) in runs.items()},
         "failed": nothing,
         "relative_error": nothing,
@@ -555,7 +565,7 @@ def show(section: str, cases: list[dict[str, Any]]) -> None:
 def targets(cases: list[dict[str, Any]], dry: bool) -> list[dict[str, Any]]:
     """The ratios that we aim at, from medians of paired rounds; nothing fails if one is missed."""
     by_name = {found["case"]: found for found in cases}
-    found = []
+    found: list[dict[str, Any]] = []
     for name, against, least in TARGETS:
         one = by_name[f"{name} bf16"]
         if not {"ours", against} <= one["seconds"].keys():

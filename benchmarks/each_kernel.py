@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def divergences(
     mask = torch.arange(rows) != 1
     warm = torch.full((rows,), 0.7, dtype=torch.float64)
     # Each call's names select a kernel: outputs, temperatures, a mask, alignment.
-    variants = {
+    variants: dict[str, dict[str, Any]] = {
         "kl": dict(outputs=("kl",)),
         "gap": dict(outputs=("kl", "kl_train_rollout")),
         "entropy": dict(outputs=("entropy_rollout", "entropy_train")),
@@ -80,7 +81,7 @@ def divergences(
     }
     found = 0
     for variant, named in variants.items():
-        for offset in (0, 1):
+        for offset in (0, 1) if variant in ("kl", "all") else (0,):
             masked = "token_mask" in named
             here = [_window(z, device, offset, mask if masked else None) for z in (x, y)]
             want = results(x, y, named)
@@ -113,21 +114,20 @@ def _window(z: Tensor, device: str, offset: int, mask: Tensor | None) -> Tensor:
     return window
 
 
-def results(x: Tensor, y: Tensor, named: dict[str, object]) -> list[Tensor]:
+def results(x: Tensor, y: Tensor, named: dict[str, Any]) -> list[Tensor]:
     """Requested values and, where all have one, both gradients."""
     x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
     names = named["outputs"]
-    assert isinstance(names, tuple)
     differentiable = set(names) <= set(VALUES)
     with torch.set_grad_enabled(differentiable):
-        values = trm.token_divergence(x, y, **named)  # type: ignore[arg-type]
+        values = trm.token_divergence(x, y, **named)
     found = [getattr(values, name) for name in names]
     if differentiable:
         upstream = torch.ones(x.shape[0]).to(x.device)
         parts = [(value * upstream).nan_to_num(posinf=0.0).sum() for value in found]
-        found += torch.autograd.grad(sum(parts), (x, y))  # type: ignore[arg-type]
+        found += torch.autograd.grad(sum(parts), (x, y))
         if names == ("kl",):  # the train side alone has a kernel of its own
-            kl = trm.token_divergence(x.detach(), y, **named).kl  # type: ignore[arg-type]
+            kl = trm.token_divergence(x.detach(), y, **named).kl
             assert kl is not None
             found += torch.autograd.grad((kl * upstream).sum(), y)
     return [value.detach() for value in found]

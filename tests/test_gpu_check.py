@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check for a machine with a GPU, rehearsed on one without: nothing of it is left to typos."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import gpu_check
+from benchmarks import divergence_cuda, gpu_check
 from trm_ext import _lib
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,6 +99,109 @@ def test_dry_mode_rehearses_every_step(tmp_path):
 )
 def test_which_code_runs_where(architectures, capability, serves):
     assert gpu_check.serves(architectures, capability) is serves
+
+
+class FakeCuda:
+    """Stands where torch.cuda does: calls run on the CPU, replays do nothing, time passes."""
+
+    def __init__(self, monkeypatch, free=2**33):
+        facts = SimpleNamespace(
+            name="Fake GPU",
+            major=9,
+            minor=0,
+            multi_processor_count=2,
+            total_memory=free,
+            L2_cache_size=2**12,
+        )
+        stream = SimpleNamespace(wait_stream=lambda other: None, cuda_stream=0)
+        graph = SimpleNamespace(replay=self.replay)
+        event = SimpleNamespace(
+            record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 1.5
+        )
+        self.replays = self.sweeps = 0
+        for name, value in {
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": lambda given: contextlib.nullcontext(),
+            "CUDAGraph": lambda: graph,
+            "graph": lambda given, pool: contextlib.nullcontext(),
+            "graph_pool_handle": lambda: 0,
+            "Event": lambda enable_timing: event,
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda: None,
+            "memory_allocated": lambda: 5,
+            "max_memory_allocated": lambda: 2**20 + 5,
+            "mem_get_info": lambda: (free, free),
+            "get_device_properties": lambda index: facts,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "compile", lambda form, dynamic: form)
+        monkeypatch.setattr(divergence_cuda, "Machine", lambda dry: self.machine())
+        library = SimpleNamespace(read_pair_cuda=self.sweep, read_pair_write_cuda=self.sweep)
+        monkeypatch.setattr(divergence_cuda, "_sweeps", lambda: library)
+        monkeypatch.setattr(_lib, "describe", self.describe)
+
+    @staticmethod
+    def describe():
+        return {"cuda": {"reason": None, "available": True, "architectures": ["9.0"]}}
+
+    def replay(self):
+        self.replays += 1
+
+    def sweep(self, *arguments):
+        assert len(arguments) == 6
+        self.sweeps += 1
+        return 0
+
+    @staticmethod
+    def machine():
+        machine = RealMachine(dry=False)
+        machine.device = "cpu"
+        machine.size = lambda rows, vocab: (min(rows, 8), min(vocab, 300))
+        return machine
+
+
+RealMachine = divergence_cuda.Machine
+
+
+def test_the_benchmark_runs_to_its_end_on_a_stand_in_for_cuda(monkeypatch, tmp_path, capsys):
+    fake = FakeCuda(monkeypatch)
+    out = tmp_path / "benchmark.json"
+    arguments = SimpleNamespace(dry=False, rounds=3, only=None, out=out)
+    assert divergence_cuda.run(arguments) == 0
+    result = json.loads(out.read_text())
+    assert result["environment"]["device"] == "Fake GPU"
+    assert fake.replays > 100 and fake.sweeps > 100
+    forward = next(case for case in result["cases"] if case["case"] == "forward bf16")
+    assert set(forward["seconds"]) >= {"read", "read+write", "copy", "ours", "eager"}
+    assert all(forward["graph"].values())
+    assert forward["peak_bytes"]["ours"] == 2**20
+    assert all(seconds == [1.5e-3] * 3 for seconds in forward["seconds"].values())
+    assert forward["relative_error"]["ours"] < 1e-5
+    verdicts = {target["target"]: target["verdict"] for target in result["targets"]}
+    assert verdicts["forward vs read"] == "met"  # the same time for the same bytes
+    assert verdicts["forward vs eager"] == "MISSED"
+    assert "targets" in capsys.readouterr().out
+
+
+def test_a_peer_that_fails_is_reported_and_our_failure_is_not_hidden(monkeypatch, tmp_path):
+    FakeCuda(monkeypatch)
+
+    def broken(x, y):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(divergence_cuda.divergence, "eager", broken)
+    arguments = SimpleNamespace(dry=False, rounds=2, only=["gates"], out=tmp_path / "out.json")
+    assert divergence_cuda.run(arguments) == 0
+    result = json.loads(arguments.out.read_text())
+    forward = next(case for case in result["cases"] if case["case"] == "forward bf16")
+    assert forward["failed"]["eager"].startswith("CUDA out of memory")
+    verdicts = {target["target"]: target["verdict"] for target in result["targets"]}
+    assert verdicts["forward vs eager"] == "not measured"
+    monkeypatch.setattr(divergence_cuda.divergence, "ours", broken)
+    with pytest.raises(torch.OutOfMemoryError):
+        divergence_cuda.run(arguments)
 
 
 class TestReport:
