@@ -290,7 +290,7 @@ def ceilings(machine: Machine, pairs: Sequence[Pair]) -> dict[str, Callable[[Ten
         print(f"no two-stream read ({library}): only the copy is measured", file=sys.stderr)
         return {"copy": copy}
     sink = torch.zeros(1, dtype=torch.int32, device=machine.device)
-    half = min(x.numel() * x.element_size(), y.numel() * y.element_size()) // 16 * 16
+    each = min(x.numel() * x.element_size(), y.numel() * y.element_size()) // 16 * 16
 
     def sweep(name: str, target: Tensor, blocks: int) -> Callable[[Tensor, Tensor], Any]:
         function = getattr(library, name)
@@ -299,7 +299,7 @@ def ceilings(machine: Machine, pairs: Sequence[Pair]) -> dict[str, Callable[[Ten
         def call(a: Tensor, b: Tensor) -> None:
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             places = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, target)]
-            size = ctypes.c_size_t(half)
+            size = ctypes.c_size_t(each)
             status = function(*places, size, blocks * multiprocessors, stream)
             if status != 0:
                 raise RuntimeError(f"{name} failed with CUDA error {status}")

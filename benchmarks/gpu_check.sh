@@ -13,20 +13,21 @@ if [ "${1:-}" = --dry ]; then dry=1 && shift; fi
 if [ $# -ne 1 ]; then echo "usage: benchmarks/gpu_check.sh [--dry] OUT" >&2 && exit 2; fi
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
-rm -f "$out"/steps.tsv "$out"/*.log "$out"/*.xml "$out"/*.json "$out"/table.txt
+rm -f "$out"/{steps.tsv,tests.xml,grid.xml,benchmark.json,result.json,table.txt}
 python=${PYTHON:-}
 if [ -z "$python" ]; then
   python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-budget=470
-word=$([ "$dry" -eq 1 ] && echo rehearsed || echo ok)
+budget=470 word=ok
+if [ "$dry" -eq 1 ]; then budget=1000000 word=rehearsed; fi  # a rehearsal takes its time
 
 # step NAME SECONDS COMMAND...: at most so long, and not beyond the whole budget.
 step() {
   local name=$1 cap=$2 status=0
   shift 2
   local left=$((budget - SECONDS))
+  [ "$dry" -eq 0 ] || cap=$left
   if [ "$left" -lt 5 ]; then
     printf '%s\tno time left\t0\n' "$name" >>"$out/steps.tsv"
     return 1
@@ -73,14 +74,16 @@ step grid 60 "${pytest[@]}" tests/csrc/test_backends.py -k "$backend" --junitxml
 step benchmark 160 "$python" -m benchmarks divergence --device cuda "${rehearse[@]}" \
   --out "$out/benchmark.json"
 step each-kernel 60 "$python" -m benchmarks each-kernel --device "$device"
+# The option's name depends on the sanitizer's version.
+filter=$("${sanitizer:-true}" --help 2>/dev/null | grep -oE -- '--kernel-(name|regex) ' | head -1)
 for tool in memcheck racecheck initcheck synccheck; do
   if [ -z "$sanitizer" ]; then
     skip "$tool" "no compute-sanitizer: install a CUDA toolkit or nvidia-cuda-sanitizer-api"
     continue
   fi
   # initcheck must see who wrote what; the others look at our kernels alone.
-  only=(--kernel-regex kns=trm7kernels)
-  [ "$tool" != initcheck ] || only=()
+  only=("${filter% }" kns=trm7kernels)
+  if [ -z "$filter" ] || [ "$tool" = initcheck ]; then only=(); fi
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" 60 "$sanitizer" --tool "$tool" \
     --error-exitcode 9 "${only[@]}" "$python" -m benchmarks each-kernel --device "$device"
 done
