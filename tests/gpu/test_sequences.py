@@ -60,7 +60,7 @@ def test_the_mask_from_logits(device, dtypes):
     assert all(torch.equal(a, b) for a, b in zip(got[:4], want[:4], strict=True))
 
 
-def test_rows_outside_every_sequence_are_not_read(device):
+def test_rows_outside_every_sequence_influence_nothing(device):
     x, y = (z.view(4, 10, -1) for z in pair(device, 40, 257))
     layout = trm.SequenceLayout.from_lengths(
         torch.tensor([3, 10, 0, 7], device=device.name), padded_length=10
