@@ -26,6 +26,9 @@ struct Packing<float> {
   static constexpr uint32_t kNegativeInfinity = 0xff800000u;
   TRM_INLINE static float at(uint32_t word, int) { return bit_cast<float>(word); }
   TRM_INLINE static uint32_t pack(const float* value) { return bit_cast<uint32_t>(value[0]); }
+  TRM_INLINE static uint32_t larger(uint32_t a, uint32_t b) {
+    return bit_cast<uint32_t>(std::fmax(bit_cast<float>(a), bit_cast<float>(b)));
+  }
 };
 
 template <>
@@ -103,19 +106,36 @@ struct Run {
     return Packing<Storage>::at(words.word[i / kPerWord], i % kPerWord);
   }
 
-  // The largest, NaN aside.
+  // The largest of each place in a word, NaN aside.
+  TRM_INLINE uint32_t larger_word() const {
+    uint32_t out = words.word[0];
+    for (int i = 1; i < kWords; ++i) out = Packing<Storage>::larger(out, words.word[i]);
+    return out;
+  }
+
   TRM_INLINE float largest() const {
+    const uint32_t word = larger_word();
+    const float first = Packing<Storage>::at(word, 0);
+    return Packing<Storage>::kPerWord == 1 ? first
+                                           : std::fmax(first, Packing<Storage>::at(word, 1));
+  }
+
+  // Whether a logit is above the limit, which stands in every place of a word.
+  TRM_INLINE bool exceeds(uint32_t limit) const {
     if constexpr (Packing<Storage>::kPerWord == 1) {
-      float out = (*this)[0];
-      for (int i = 1; i < Columns; ++i) out = std::fmax(out, (*this)[i]);
-      return out;
+      return largest() > bit_cast<float>(limit);
     } else {
-      uint32_t out = words.word[0];
-      for (int i = 1; i < kWords; ++i) out = Packing<Storage>::larger(out, words.word[i]);
-      return std::fmax(Packing<Storage>::at(out, 0), Packing<Storage>::at(out, 1));
+      return Packing<Storage>::larger(larger_word(), limit) != limit;
     }
   }
 };
+
+// A number, rounded to the storage type, in every place of a word.
+template <typename Storage>
+TRM_INLINE uint32_t repeated(float value) {
+  const float both[2] = {value, value};
+  return Packing<Storage>::pack(both);
+}
 
 template <typename Storage, int Columns>
 __device__ __forceinline__ Run<Storage, Columns> load_run(const Storage* place) {

@@ -30,8 +30,8 @@ constexpr float kStreamSlack = 2.0f;
 //   e = 2^((y - train_base) log2e - train_scale + train_offset)
 // M = rollout_base + rollout_scale * kNats, and train_offset makes e = exp(y - M + c) in that M.
 struct StreamFrame {
-  float rollout_limit = -infinity<float>();  // a larger stored logit moves the frame
-  float train_limit = -infinity<float>();
+  uint32_t rollout_limit = 0;  // a larger stored logit moves the frame; see repeated()
+  uint32_t train_limit = 0;
   float rollout_scale = 0;
   float shift = 0, shift_low = 0;  // c = shift + shift_low
   float near_bound = -1;           // near_limit, or < 0: no run goes straight
@@ -62,6 +62,8 @@ struct StreamLane {
       : rest(place), scale(row_scale) {
     sums.flags = (TrainGap ? kCarriesTrainGap : 0u) | (Entropy ? kCarriesEntropy : 0u);
     rest = {-infinity<float>(), -infinity<float>(), 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    frame.rollout_limit = repeated<Rollout>(-infinity<float>());
+    frame.train_limit = repeated<Train>(-infinity<float>());
   }
 
   __device__ __forceinline__ Logit<float> rollout(float x) const {
@@ -97,16 +99,15 @@ struct StreamLane {
   }
 
   __device__ __forceinline__ void add_near(float weight, float u, float exponent) {
-    const float first = weight * u;
     const float gap = psi_near(u);
     sums.near_mass += weight;
-    sums.near_first += first;
+    sums.near_first = std::fma(weight, u, sums.near_first);
     sums.near_gap = std::fma(weight, gap, sums.near_gap);
     if constexpr (TrainGap) sums.train_gap = std::fma(weight, chi_near(u, gap), sums.train_gap);
     if constexpr (Entropy) {
       // An exponent of -inf (a finite x far below the frame) has no weight, and 0 * -inf no value.
       const float log_weight = std::fmax(exponent, -256.0f);
-      const float train = std::fma(weight, gap, weight - first);
+      const float train = std::fma(weight, gap - u, weight);
       sums.rollout_log = std::fma(weight, log_weight, sums.rollout_log);
       sums.train_log = std::fma(train, std::fma(-u, kLog2e, log_weight), sums.train_log);
     }
@@ -160,12 +161,9 @@ struct StreamLane {
   // Every lane of the warp.
   __device__ __forceinline__ void add_run(const RolloutRun& rollout_run,
                                           const TrainRun& train_run) {
-    const float max_rollout = rollout_run.largest();
-    const float max_train = train_run.largest();
-    if (__any_sync(kWholeWarp,
-                   max_rollout > frame.rollout_limit || max_train > frame.train_limit)) {
-      follow(rollout_run, train_run, max_rollout, max_train);
-    }
+    const bool moves =
+        rollout_run.exceeds(frame.rollout_limit) | train_run.exceeds(frame.train_limit);
+    if (__any_sync(kWholeWarp, moves)) follow(rollout_run, train_run);
     float u[kColumns];
     bool near = true;
 #pragma unroll
@@ -191,8 +189,9 @@ struct StreamLane {
   // log-ratio of the masses so far is small: at most 2^-16 from the difference of the maxima, which
   // is exact, or the log-ratio itself. Were c the difference of maxima on a row whose heaviest
   // token moved alone, every other column would add its square, up to 1 / p_max times the KL.
-  __device__ __forceinline__ void follow(const RolloutRun& rollout_run, const TrainRun& train_run,
-                                         float max_rollout, float max_train) {
+  __device__ __forceinline__ void follow(const RolloutRun& rollout_run, const TrainRun& train_run) {
+    float max_rollout = rollout_run.largest();
+    float max_train = train_run.largest();
     for (int step = kWarpLanes / 2; step > 0; step /= 2) {
       max_rollout = std::fmax(max_rollout, __shfl_xor_sync(kWholeWarp, max_rollout, step));
       max_train = std::fmax(max_train, __shfl_xor_sync(kWholeWarp, max_train, step));
@@ -215,8 +214,8 @@ struct StreamLane {
     far.train_base = large ? y_value : 0.0f;
     next.rollout_scale = large ? 0.0f : x_value * kLog2e;
     far.train_scale = large ? 0.0f : y_value * kLog2e;
-    next.rollout_limit = limit(far.max_rollout, Scaled ? scale.rollout.high : 1.0f);
-    next.train_limit = limit(far.max_train, Scaled ? scale.train.high : 1.0f);
+    next.rollout_limit = limit<Rollout>(far.max_rollout, Scaled ? scale.rollout.high : 1.0f);
+    next.train_limit = limit<Train>(far.max_train, Scaled ? scale.train.high : 1.0f);
     const float drop =
         static_cast<float>((static_cast<double>(rest.rollout_base) - far.rollout_base) +
                            (static_cast<double>(frame.rollout_scale) - next.rollout_scale) * kNats);
@@ -307,8 +306,9 @@ struct StreamLane {
   }
 
   // The stored logit that is kStreamSlack above `maximum` once it is over its temperature.
-  __device__ __forceinline__ static float limit(float maximum, float inverse_temperature) {
-    return maximum + kStreamSlack / inverse_temperature;
+  template <typename Storage>
+  __device__ __forceinline__ static uint32_t limit(float maximum, float inverse_temperature) {
+    return repeated<Storage>(maximum + kStreamSlack / inverse_temperature);
   }
 
   __device__ __forceinline__ static double warp_sum(float value) {
@@ -425,25 +425,30 @@ __global__ void __launch_bounds__(
     int left = region_size(plan, args.vocab, region);
     if (plan.load_bytes == 16 && left >= kStep) {
       // Two runs per side at a time: while one is summed the other is on its way.
-      int runs = left / kStep;
-      left -= runs * kStep;
       auto x0 = load_run<Rollout, kColumns>(rollout);
       auto y0 = load_run<Train, kColumns>(train);
-      rollout += kStep, train += kStep;
       auto x1 = x0;
       auto y1 = y0;
-      const auto fetch = [&](auto& x, auto& y) {
-        x = load_run<Rollout, kColumns>(rollout);
-        y = load_run<Train, kColumns>(train);
-        rollout += kStep, train += kStep;
+      const auto fetch = [&](auto& x, auto& y, int ahead) {
+        x = load_run<Rollout, kColumns>(rollout + ahead);
+        y = load_run<Train, kColumns>(train + ahead);
       };
-      if (runs > 1) fetch(x1, y1);
-      for (; runs > 0; runs -= 2) {
+      const auto advance = [&](int columns) {
+        rollout += columns;
+        train += columns;
+        left -= columns;
+      };
+      if (left >= 2 * kStep) fetch(x1, y1, kStep);
+      while (left >= kStep) {
         lane.add_run(x0, y0);
-        if (runs > 2) fetch(x0, y0);
-        if (runs == 1) break;
+        if (left >= 3 * kStep) fetch(x0, y0, 2 * kStep);
+        if (left < 2 * kStep) {
+          advance(kStep);
+          break;
+        }
         lane.add_run(x1, y1);
-        if (runs > 3) fetch(x1, y1);
+        if (left >= 4 * kStep) fetch(x1, y1, 3 * kStep);
+        advance(2 * kStep);
       }
     }
     for (; left > 0; left -= kStep, rollout += kStep, train += kStep) {
