@@ -111,7 +111,16 @@ class BuildExtension(cpp_extension.BuildExtension):
         if ext.name == "trm_ext._C":
             sets = INSTRUCTION_SETS if X86 else {"scalar": INSTRUCTION_SETS["scalar"]}
             ext.extra_objects = [self.compile_rows(ext, name, sets[name]) for name in sets]
+        else:
+            self.drop_stale_objects(ext)
         super().build_extension(ext)
+
+    def drop_stale_objects(self, ext):
+        """Removes CUDA objects older than a header: a torch without CUDA has nvcc report none."""
+        newest = max(Path(header).stat().st_mtime for header in ext.depends)
+        for made in Path(self.build_temp).absolute().rglob("csrc/cuda/*.o"):
+            if made.stat().st_mtime < newest:
+                made.unlink()
 
     def compile_rows(self, ext, name, flags):
         """Object file of csrc/cpu/rows_NAME.cpp."""
