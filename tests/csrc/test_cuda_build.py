@@ -139,7 +139,6 @@ class TestHotLoops:
         assert loads and all(i.width == 16 for i in loads)
         assert loop.cost()["special"] <= 1 and loop.cost()["bytes"] == 4
 
-    @pytest.mark.xfail(strict=True, reason="22.4 today: votes, bounds and a sixth coefficient")
     def test_plain_kl_of_bf16_rows_takes_21_instructions(self, hot_loops):
         assert hot_loops[PLAIN].cost()["issue"] <= 21
 
