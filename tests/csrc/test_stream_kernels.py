@@ -1,7 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only the streaming CUDA kernels can get wrong: runs, regions, splits, frames, far columns.
 
-Run by the emulator, and on a GPU where there is one; the oracle is the float64 twin.
+Run by the emulator, and on a GPU where there is one; the oracle is the float64 twin. Together with
+test_backends.py it covers, by value and gradient, the faults that such kernels have had elsewhere:
+
+    32-bit offsets, also of strided views         test_offsets_beyond_32_bits (and tests/gpu)
+    rows on grid y                                test_launch_plan.py (and tests/gpu)
+    strides, slices, transposes, steps            test_views_of_sixteen_bit_rows, test_backends.py
+    upstream gradients of stride 0                test_upstream_gradients_of_any_stride
+    phantom columns, padding, lost tails          test_runs_steps_and_regions
+    misaligned vector loads                       test_views_of_sixteen_bit_rows
+    a first tile of -inf, -inf on both sides      test_rows_that_begin_with_nothing
+    logits 300 apart                              test_a_spread_of_300
+    an input written, an output left unwritten    every test: the emulator stops at either
+    mixed types, gradient in its logits' type     every test over PAIRS
+    no rows, no columns                           test_nothing_to_do (test_backends.py)
+    each output alone                             test_each_output_alone
+    vocabularies that do not divide               test_state_merge_and_finish (test_backends.py)
+    temperature on one side                       test_temperatures
 """
 
 import itertools
@@ -288,3 +304,87 @@ def test_both_sides_may_be_one_tensor(pair):
     x = x.to(PAIRS[pair][1]).to(PAIRS[pair][0])
     got = forward(backend, x, same.to(x.dtype).to(PAIRS[pair][1]), 2048, KL)[0]
     assert (got == 0).all()
+
+
+@pytest.mark.parametrize("index", range(7))
+@pytest.mark.parametrize("pair", ("bf16", "fp16", "fp32-bf16"))
+def test_views_of_sixteen_bit_rows(backend, pair, index):
+    x, y = rows_of(pair, 3, 640)
+
+    def view(rows):
+        wide = torch.full((3, 2 * 640 + 8), NAN, dtype=rows.dtype)
+        place = {
+            0: wide[:, :640],
+            1: wide[:, 1:641],
+            2: wide[:, 2:642],
+            3: wide[:, 3:643],
+            4: wide[:, : 2 * 640 : 2],
+            5: torch.full((640, 3), NAN, dtype=rows.dtype).T,
+            6: wide.flip(0)[:, 8:648],
+        }[index]
+        place.copy_(rows)
+        return place
+
+    check(backend, view(x), view(y), 640)
+    check(backend, x[:1].expand(3, 640), y[:1].expand(3, 640), 640)
+
+
+def test_offsets_beyond_32_bits(backend):
+    x, y = rows_of("bf16", 2, 512)
+    stride = 2**31 + 8  # elements; the pages between are never touched
+
+    def apart(rows):
+        far = torch.empty(stride + 512, dtype=rows.dtype).as_strided((2, 512), (stride, 1))
+        return far.copy_(rows)
+
+    check(backend, apart(x), apart(y), 512)
+
+
+@pytest.mark.parametrize("pair", ("bf16", "fp32"))
+def test_upstream_gradients_of_any_stride(backend, pair):
+    x, y = rows_of(pair, 4, 600)
+    statistics = forward(backend, x, y, 600, KL)[2]
+    base = torch.tensor([[2.0, 7.0, -1.0, 7.0, 0.5, 7.0, 3.0]])
+    for upstream in (base[:, ::2], base[:, :1].expand(1, 4), base[:, :4].flip(1).T.contiguous().T):
+        found = gradients(backend, x, y, 600, KL, upstream, statistics)
+        again = gradients(backend, x, y, 600, KL, upstream.clone(), statistics)
+        for one, other in zip(found, again, strict=True):
+            assert torch.equal(one, other) and (one != 0).any()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_rows_that_begin_with_nothing(backend, pair):
+    x, y = rows_of(pair, 3, 4096)
+    hidden = torch.zeros(3, 4096, dtype=torch.bool)
+    hidden[0, :3000] = True  # whole runs, regions of -inf on both sides
+    hidden[1, :4000] = True
+    hidden[2, 5:4090] = True
+    x, y = x.masked_fill(hidden, -INF), y.masked_fill(hidden, -INF)
+    check(backend, x, y, 4096, tokens=torch.tensor([3500, 4095, 0]))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_spread_of_300(backend, pair):
+    x, y = rows_of(pair, 2, 1024)
+    ramp = torch.linspace(-300, 0, 1024)
+    check(backend, (x + ramp).to(x.dtype), (y + ramp).to(y.dtype), 1024)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_each_output_alone(backend, pair):
+    x, y = rows_of(pair, 2, 700)
+    tokens = torch.tensor([3, 699])
+    whole = torch.cat(forward(backend, x, y, 700, tokens=tokens)[:2])
+    for index, name in enumerate(OUTPUTS):
+        alone = torch.cat(forward(backend, x, y, 700, encode([name]), tokens=tokens)[:2])
+        # Other sums in the same loop may change how the compiler rounds, no more.
+        torch.testing.assert_close(alone[0], whole[index], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_log_probs_against_raw_logits(backend, pair):
+    # x - y then needs more digits than a float has, in the very columns that carry the row.
+    x, _ = rows_of(pair, 4, 1000)
+    x[:, 7] = x.float().amax(1) + torch.tensor([7.0, 9.0, 12.0, 15.0])
+    y = torch.log_softmax(x.double() + 1e-3 * torch.randn(4, 1000), -1).to(PAIRS[pair][1])
+    check(backend, x, y, 1000)
