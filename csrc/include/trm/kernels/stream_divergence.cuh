@@ -3,7 +3,7 @@
 // size) bytes per row, read once.
 //
 // A row is cut into kRegions regions by V and the storage types alone. One warp sums one region:
-// its lanes read runs of 16 bytes and share a frame that moves when a maximum outgrows it by a nat.
+// its lanes read runs of 16 bytes and share a frame that moves when a maximum outgrows it.
 // One block does a row's regions, or a fourth of them where there are few rows (the partial states
 // then meet in a workspace); either way the same 32 states are merged in the same order, so a row's
 // bits depend neither on the number of rows nor on the split.
@@ -47,8 +47,8 @@ struct StreamFrameRest {
 template <typename Rollout, typename Train, bool TrainGap, bool Entropy, bool Scaled>
 struct StreamLane {
   static constexpr int kColumns = kRunColumns<Rollout, Train>;
-  // Of two 16-bit logits x - y is exact in float where it is at most 1.5: in columns that are near
-  // in a frame with |c| <= 1. Other frames send every run through add_mixed_run().
+  // Of two 16-bit logits x - y is exact in float, to 2^-25 where one is tiny, in columns that are
+  // near in a frame with |c| <= 1. Other frames send every run through add_mixed_run().
   static constexpr bool kExact = !Scaled && sizeof(Rollout) == 2 && sizeof(Train) == 2;
   using RolloutRun = Run<Rollout, kColumns>;
   using TrainRun = Run<Train, kColumns>;
@@ -224,10 +224,9 @@ struct StreamLane {
       next.shift_low = difference_error(x.value, y.value, next.shift) + (x.error - y.error);
       // Two maxima whose difference overflows float leave the row without a value.
       if (!(std::fabs(next.shift) < infinity<float>())) sums.flags |= kNonFinite;
-      const float log_ratio = log_ratio_so_far(rollout_run, train_run, drop, next, far);
-      if (std::fabs(log_ratio - next.shift) > 0x1p-16f &&
-          std::fabs(log_ratio) < infinity<float>()) {
-        next.shift = log_ratio;
+      const float residual = residual_so_far(rollout_run, train_run, drop, next, far);
+      if (std::fabs(residual) > 0x1p-16f && std::fabs(residual) < infinity<float>()) {
+        next.shift = (next.shift + next.shift_low) + residual;
         next.shift_low = 0.0f;
       }
     }
@@ -262,12 +261,12 @@ struct StreamLane {
     return static_cast<float>(offset) * kLog2e;
   }
 
-  // c - log1p(B/S) of the warp's columns so far and of a run that is not added yet. The run is
-  // taken in frame `next`, what is summed already is moved there by its masses alone.
-  __device__ __forceinline__ float log_ratio_so_far(const RolloutRun& rollout_run,
-                                                    const TrainRun& train_run, float drop,
-                                                    const StreamFrame& next,
-                                                    const StreamFrameRest& far) {
+  // log(S/Q) - c of the warp's columns so far and of a run that is not added yet. The run is taken
+  // in frame `next`; of what is summed already the masses alone are moved there.
+  __device__ __forceinline__ float residual_so_far(const RolloutRun& rollout_run,
+                                                   const TrainRun& train_run, float drop,
+                                                   const StreamFrame& next,
+                                                   const StreamFrameRest& far) {
     const float offset = train_offset(next, far);
     const float k = sums.has(kHasRollout) ? exponential(drop) : 0.0f;
     const float turn = (next.shift - frame.shift) + (next.shift_low - shift_low());
@@ -302,7 +301,7 @@ struct StreamLane {
       mass += __shfl_xor_sync(kWholeWarp, mass, step);
       excess += __shfl_xor_sync(kWholeWarp, excess, step);
     }
-    return (next.shift + next.shift_low) - std::log1p(excess / mass);
+    return -std::log1p(excess / mass);
   }
 
   // The stored logit that is kStreamSlack above `maximum` once it is over its temperature.
