@@ -434,18 +434,18 @@ struct RowResult {
 
 // b - log1p(b) >= 0
 TRM_HOST_DEVICE inline double log1p_gap(double b) {
-  if (std::fabs(b) < 1e-3) {
-    return b * b * (1.0 / 2 - b * (1.0 / 3 - b * (1.0 / 4 - b * (1.0 / 5 - b / 6))));
-  }
-  return b - std::log1p(b);
+  if (!(std::fabs(b) < 0.1)) return b - std::log1p(b);
+  double series = 0.0;  // the first term left out is below 1e-17 of the sum
+  for (int k = 18; k >= 2; --k) series = 1.0 / k - b * series;
+  return b * b * series;
 }
 
 // (1 + b) log1p(b) - b >= 0
 TRM_HOST_DEVICE inline double xlogx_gap(double b) {
-  if (std::fabs(b) < 1e-3) {
-    return b * b * (1.0 / 2 - b * (1.0 / 6 - b * (1.0 / 12 - b * (1.0 / 20 - b / 30))));
-  }
-  return (1.0 + b) * std::log1p(b) - b;
+  if (!(std::fabs(b) < 0.1)) return (1.0 + b) * std::log1p(b) - b;
+  double series = 0.0;
+  for (int k = 18; k >= 2; --k) series = 1.0 / (k * (k - 1)) - b * series;
+  return b * b * series;
 }
 
 TRM_INLINE double at_least_zero(double value) { return value < 0.0 ? 0.0 : value; }
