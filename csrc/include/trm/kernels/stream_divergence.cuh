@@ -44,6 +44,21 @@ struct StreamFrameRest {
   float shift_low;  // the frame's, where straight runs do without it
 };
 
+// Sums of earlier runs, in shared memory, one per thread. Equal columns all round the same way, so
+// a chain of n additions is off by up to n 2^-25: a lane's own sums begin anew every kRunsPerChain,
+// counted from the region's end, after an even number of runs from its beginning.
+struct StreamSums {
+  float near_mass, near_first, near_gap, far_mass, far_first, far_train;
+  float train_gap, rollout_log, train_log;
+};
+constexpr int kRunsPerChain = 8;
+
+// What a lane keeps out of its registers.
+struct StreamAside {
+  StreamFrameRest rest;
+  StreamSums earlier;
+};
+
 template <typename Rollout, typename Train, bool TrainGap, bool Entropy, bool Scaled>
 struct StreamLane {
   static constexpr int kColumns = kRunColumns<Rollout, Train>;
@@ -56,12 +71,14 @@ struct StreamLane {
   DivergenceState<float> sums;  // E and Y in units of 1 / log2e; its frame is not used
   StreamFrame frame;
   StreamFrameRest& rest;
+  StreamSums& earlier;
   RowScale<float> scale;
 
-  __device__ __forceinline__ StreamLane(StreamFrameRest& place, const RowScale<float>& row_scale)
-      : rest(place), scale(row_scale) {
+  __device__ __forceinline__ StreamLane(StreamAside& aside, const RowScale<float>& row_scale)
+      : rest(aside.rest), earlier(aside.earlier), scale(row_scale) {
     sums.flags = (TrainGap ? kCarriesTrainGap : 0u) | (Entropy ? kCarriesEntropy : 0u);
     rest = {-infinity<float>(), -infinity<float>(), 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    earlier = {};
     frame.rollout_limit = repeated<Rollout>(-infinity<float>());
     frame.train_limit = repeated<Train>(-infinity<float>());
   }
@@ -96,6 +113,37 @@ struct StreamLane {
   __device__ __forceinline__ float train_exponent(Logit<float> y) const {
     const float exponent = std::fma(y.value - rest.train_base, kLog2e, -rest.train_scale);
     return (Scaled ? std::fma(y.error, kLog2e, exponent) : exponent) + rest.train_offset;
+  }
+
+  // Ends a chain of additions.
+  __device__ __forceinline__ void set_aside() {
+    each_sum([](float& sum, float& before) {
+      before += sum;
+      sum = 0.0f;
+    });
+  }
+
+  // Makes the lane's sums those of all its columns; what follows must set them aside again.
+  __device__ __forceinline__ void take_up() {
+    each_sum([](float& sum, float& before) {
+      sum += before;
+      before = 0.0f;
+    });
+  }
+
+  template <typename Change>
+  __device__ __forceinline__ void each_sum(const Change& change) {
+    change(sums.near_mass, earlier.near_mass);
+    change(sums.near_first, earlier.near_first);
+    change(sums.near_gap, earlier.near_gap);
+    change(sums.far_mass, earlier.far_mass);
+    change(sums.far_first, earlier.far_first);
+    change(sums.far_train, earlier.far_train);
+    if constexpr (TrainGap) change(sums.train_gap, earlier.train_gap);
+    if constexpr (Entropy) {
+      change(sums.rollout_log, earlier.rollout_log);
+      change(sums.train_log, earlier.train_log);
+    }
   }
 
   __device__ __forceinline__ void add_near(float weight, float u, float exponent) {
@@ -196,6 +244,7 @@ struct StreamLane {
       max_rollout = std::fmax(max_rollout, __shfl_xor_sync(kWholeWarp, max_rollout, step));
       max_train = std::fmax(max_train, __shfl_xor_sync(kWholeWarp, max_train, step));
     }
+    take_up();
     StreamFrame next;
     StreamFrameRest far = rest;
     // +inf is no maximum: its column marks the row when it is added.
@@ -250,6 +299,7 @@ struct StreamLane {
     sums.flags |= (has_rollout ? kHasRollout : 0u) | (has_train ? kHasTrain : 0u);
     frame = next;
     rest = far;
+    set_aside();
   }
 
   // What makes e = exp(y - M + c) of a power of two with train_scale.
@@ -319,7 +369,8 @@ struct StreamLane {
   }
 
   // The warp's region as one state of kStateColumns, written by lane 0.
-  __device__ __forceinline__ void store(double* columns) const {
+  __device__ __forceinline__ void store(double* columns) {
+    take_up();
     const bool writes = threadIdx.x % kWarpLanes == 0;
     const auto put = [&](StateColumn column, double value) {
       if (writes) columns[column] = value;
@@ -391,7 +442,7 @@ __global__ void __launch_bounds__(
   constexpr int kColumns = Lane::kColumns;
   constexpr int kStep = kWarpLanes * kColumns;
   TRM_SHARED(regions, double[kRegions * kStateColumns]);
-  TRM_SHARED(rests, StreamFrameRest[kStreamThreads]);
+  TRM_SHARED(aside, StreamAside[kStreamThreads]);
   TRM_SHARED(token, TokenColumn);
   TRM_SHARED(starts, RowStarts);
   const int64_t row = blockIdx.x / static_cast<unsigned>(plan.blocks_per_row);
@@ -415,45 +466,57 @@ __global__ void __launch_bounds__(
 #pragma unroll 1
   for (int region = warp + part * kStreamWarps; region < kRegions;
        region += kStreamWarps * plan.blocks_per_row) {
-    Lane lane(rests[threadIdx.x], scale);
+    Lane lane(aside[threadIdx.x], scale);
     const int64_t begin = plan.region_columns * region + lane_index * kColumns;
     const Rollout* rollout =
         static_cast<const Rollout*>(args.rollout.data) + (starts.rollout + begin);
     const Train* train = static_cast<const Train*>(args.train.data) + (starts.train + begin);
-    // Columns from the warp's place to the region's end; the same in every lane.
+    const auto chain_ends = [](int left) {
+      return static_cast<unsigned>(left) % (kRunsPerChain * kStep) < 2 * kStep;
+    };
+    // Columns that the warp has not summed; the same in every lane.
     int left = region_size(plan, args.vocab, region);
     if (plan.load_bytes == 16 && left >= kStep) {
-      // Two runs per side at a time: while one is summed the other is on its way.
+      // Two runs per side at a time: while one is summed the other is on its way. The pointers are
+      // two runs ahead of what is summed.
       auto x0 = load_run<Rollout, kColumns>(rollout);
       auto y0 = load_run<Train, kColumns>(train);
       auto x1 = x0;
       auto y1 = y0;
-      const auto fetch = [&](auto& x, auto& y, int ahead) {
-        x = load_run<Rollout, kColumns>(rollout + ahead);
-        y = load_run<Train, kColumns>(train + ahead);
-      };
-      const auto advance = [&](int columns) {
-        rollout += columns;
-        train += columns;
-        left -= columns;
-      };
-      if (left >= 2 * kStep) fetch(x1, y1, kStep);
-      while (left >= kStep) {
+      if (left >= 2 * kStep) {
+        x1 = load_run<Rollout, kColumns>(rollout + kStep);
+        y1 = load_run<Train, kColumns>(train + kStep);
+      }
+      rollout += 2 * kStep;
+      train += 2 * kStep;
+      while (left >= 2 * kStep) {
         lane.add_run(x0, y0);
-        if (left >= 3 * kStep) fetch(x0, y0, 2 * kStep);
-        if (left < 2 * kStep) {
-          advance(kStep);
-          break;
+        if (left >= 3 * kStep) {
+          x0 = load_run<Rollout, kColumns>(rollout);
+          y0 = load_run<Train, kColumns>(train);
         }
         lane.add_run(x1, y1);
-        if (left >= 4 * kStep) fetch(x1, y1, 3 * kStep);
-        advance(2 * kStep);
+        if (chain_ends(left - 2 * kStep)) lane.set_aside();
+        if (left >= 4 * kStep) {
+          x1 = load_run<Rollout, kColumns>(rollout + kStep);
+          y1 = load_run<Train, kColumns>(train + kStep);
+        }
+        rollout += 2 * kStep;
+        train += 2 * kStep;
+        left -= 2 * kStep;
       }
+      rollout -= 2 * kStep;
+      train -= 2 * kStep;
     }
-    for (; left > 0; left -= kStep, rollout += kStep, train += kStep) {
+    while (left > 0) {
       const int mine = left - lane_index * kColumns;
       lane.add_run(load_part<Rollout, kColumns>(rollout, mine, plan.load_bytes),
                    load_part<Train, kColumns>(train, mine, plan.load_bytes));
+      rollout += kStep;
+      train += kStep;
+      left -= kStep;
+      const int seen = region_size(plan, args.vocab, region) - left;
+      if (seen % (2 * kStep) == 0 && chain_ends(left)) lane.set_aside();
     }
     double* const place = whole ? regions : out.workspace + starts.row * (kRegions * kStateColumns);
     lane.store(place + region * kStateColumns);
