@@ -32,7 +32,6 @@ RELEASE = "8.0;9.0;10.0;12.0+PTX"
 FLAGS = [
     *("-std=c++20", "-O3", "-lineinfo", "-DUSE_CUDA", *cpp_extension.COMMON_NVCC_FLAGS),
     *("-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror", "-Xptxas=-v"),
-    "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage",
 ]
 BUDGETS = {"9.0": 4 * 60, RELEASE: 15 * 60}  # seconds on two cores
 LIBRARY_BYTES = 25 * 2**20

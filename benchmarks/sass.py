@@ -374,14 +374,18 @@ def resident_threads(registers: int, block: int) -> int:
     return warps * 32 // block * block
 
 
-def rows(found: list[HotLoop], registers: Mapping[str, int], architecture: str) -> list[list[str]]:
+def rows(
+    found: list[HotLoop], resources: Mapping[str, cuda_build.Resources], architecture: str
+) -> list[list[str]]:
     """One line per instantiation: its counts, then each GPU's slots and predicted share."""
     lines = []
     for loop in found:
         cost = loop.cost()
         name = loop.function.name
-        threads = resident_threads(registers[name], 256)
-        line = [label(name), str(registers[name]), str(threads)]
+        used = resources[name]
+        assert used.registers is not None
+        threads = resident_threads(used.registers, 256)
+        line = [label(name), str(used.registers), str(used.spills), str(threads)]
         line += [f"{threads * loop.bytes_in_flight / 1024:.0f}", str(loop.pairs)]
         line += [f"{cost['issue']:.1f}", f"{cost['special']:.2f}"]
         for device in devices(architecture):
@@ -407,7 +411,7 @@ def devices(architecture: str) -> list[Device]:
 
 
 def header(architecture: str) -> list[str]:
-    names = ["kernel", "registers", "threads/SM", "KiB in flight/SM", "pairs/round"]
+    names = ["kernel", "registers", "spilled", "threads/SM", "KiB in flight/SM", "pairs/round"]
     names += ["instructions/pair", "special/pair"]
     for device in devices(architecture):
         names += [f"{device.name} slots/pair", f"{device.name} share of peak"]
@@ -432,19 +436,14 @@ def block_of(architecture: str, text: str) -> str | None:
 
 def from_sources(architecture: str) -> list[list[str]]:
     cubins, log = cuda_build.compile_cubins(architecture)
-    registers = {r.name: r.registers or 0 for r in cuda_build.parse_ptxas(log)}
+    resources = {found.name: found for found in cuda_build.parse_ptxas(log)}
     functions = [f for cubin in cubins for f in disassemble(cubin, architecture)]
-    return rows(streaming(functions), registers, architecture)
+    return rows(streaming(functions), resources, architecture)
 
 
 def from_library(library: Path, architecture: str) -> list[list[str]]:
-    found = streaming(disassemble(library, architecture))
-    return rows(found, library_registers(library, architecture), architecture)
-
-
-def library_registers(library: Path, architecture: str) -> dict[str, int]:
-    found = cuda_build.library_resources(library, architecture)
-    return {resources.name: resources.registers or 0 for resources in found}
+    resources = {r.name: r for r in cuda_build.library_resources(library, architecture)}
+    return rows(streaming(disassemble(library, architecture)), resources, architecture)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
