@@ -449,6 +449,7 @@ def sequence_divergences(tree: Tree) -> RowDivergences:
         kl_train_rollout=rel_entr(q, p).sum(),
         chi2=np.where(p > 0, q * q / np.where(p > 0, p, 1), np.where(q > 0, np.inf, 0)).sum() - 1,
         bc=np.sqrt(p * q).sum(),
+        squared_hellinger=((np.sqrt(p) - np.sqrt(q)) ** 2).sum() / 2,
         max_log_ratio=np.log(np.max(q[p > 0] / p[p > 0])),
         outside=q[p == 0].sum(),
     )

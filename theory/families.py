@@ -4,8 +4,9 @@
 ``law.logits(vocab, dtype)`` returns the rollout's and the train policy's logits of one row, and
 ``law.predicted(vocab)`` the divergences they must show: what a kernel that computes exact
 vocabulary-level divergences is checked against. Keys of the predictions: ``kl_rollout_train`` and
-``kl_train_rollout`` (nats), ``tv``, ``chi2`` (train against rollout), ``bc`` (affinity) and
-``max_log_ratio`` (largest log(train/rollout), nats).
+``kl_train_rollout`` (nats), ``tv``, ``chi2`` (train against rollout), ``bc`` (affinity),
+``squared_hellinger`` (1 - bc) and ``max_log_ratio`` (largest log(train/rollout), nats). The printed
+formulas are evaluated in an equal form that does not cancel: a KL of 1e-9 keeps its digits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from scipy.special import logsumexp, ndtri
 
 from theory import checks
-from theory.divergences import row_divergences
+from theory.divergences import expm1_gap, log1p_gap
 
 __all__ = [
     "GaussianNoise",
@@ -54,6 +55,76 @@ def _cast(rollout: Array, train: Array, dtype: DTypeLike) -> tuple[NDArray[Any],
 def _open_unit(name: str, value: float) -> None:
     if not 0 < value < 1:
         raise ValueError(f"{name} must lie strictly between 0 and 1, got {value}.")
+
+
+def _tilted(log_base: Array, statistic: Array, shift: float) -> dict[str, float]:
+    """Divergences of p proportional to e^base against q proportional to p e^{shift statistic}.
+
+    kl_rollout_train = log E_p[e^t] with t = shift (statistic - E_p statistic) is log(1 + M),
+    M = E_p[e^t - 1 - t] >= 0, and the other direction is the same seen from q.
+    """
+    log_p, log_q = (z - logsumexp(z) for z in (log_base, log_base + shift * statistic))
+    p, q = np.exp(log_p), np.exp(log_q)
+
+    def divergence(log_weight: Array, h: float) -> tuple[float, Array]:
+        weight = np.exp(log_weight)
+        t = h * (statistic - weight @ statistic / weight.sum())
+        if t.max() < 1:
+            kl = math.log1p(float((weight * expm1_gap(t)).sum()))
+        else:  # nothing cancels, and e^t may overflow where its weight vanishes
+            kl = float(logsumexp(log_weight + t))
+        return kl, t - kl
+
+    kl, ratio = divergence(log_p, shift)
+    reverse, _ = divergence(log_q, -shift)
+    near = np.abs(ratio) <= 0.5
+    c = np.where(near, ratio, 0.0)
+    change = np.where(near, p * np.expm1(c), q - p)
+    hellinger = np.where(near, p * np.expm1(c / 2) ** 2, (np.sqrt(q) - np.sqrt(p)) ** 2)
+    with np.errstate(over="ignore"):
+        square = np.where(near, p * np.expm1(c) ** 2, q * np.exp(ratio) - 2 * q + p)
+    squared_hellinger = float(hellinger.sum()) / 2
+    return {
+        "kl_rollout_train": kl,
+        "kl_train_rollout": reverse,
+        "tv": float(np.abs(change).sum()) / 2,
+        "chi2": float(square.sum()),
+        "bc": 1 - squared_hellinger,
+        "squared_hellinger": squared_hellinger,
+        "max_log_ratio": float(ratio.max()),
+    }
+
+
+def _two_groups(p: tuple[float, float], q: tuple[float, float], change: float) -> dict[str, float]:
+    """Divergences of two laws on two groups, q_0 - p_0 = change; every mass to full precision."""
+    moves = (change, -change)
+
+    def kl(a: tuple[float, float], b: tuple[float, float], sign: float) -> float:
+        total = 0.0
+        for u, v, move in zip(a, b, moves, strict=True):
+            step = sign * move / u
+            total += u * (float(log1p_gap(step)) if abs(step) < 0.1 else step - math.log(v / u))
+        return total
+
+    def log_ratio(u: float, v: float, move: float) -> float:
+        return math.log1p(move / u) if abs(move / u) < 0.1 else math.log(v / u)
+
+    squared_hellinger = (
+        sum(
+            (move / (math.sqrt(u) + math.sqrt(v))) ** 2
+            for u, v, move in zip(p, q, moves, strict=True)
+        )
+        / 2
+    )
+    return {
+        "kl_rollout_train": kl(p, q, 1.0),
+        "kl_train_rollout": kl(q, p, -1.0),
+        "tv": abs(change),
+        "chi2": change * change / (p[0] * p[1]),
+        "bc": 1 - squared_hellinger,
+        "squared_hellinger": squared_hellinger,
+        "max_log_ratio": max(log_ratio(*group) for group in zip(p, q, moves, strict=True)),
+    }
 
 
 @dataclass(frozen=True)
@@ -110,18 +181,10 @@ class OneLogitShift:
             >>> sorted(OneLogitShift(0.5, 1.0).predicted())[:3]
             ['bc', 'chi2', 'kl_rollout_train']
         """
-        p, s = self.p, self.shift
-        g = math.log1p(p * math.expm1(s))
-        q = p * math.exp(s - g)
-        moved = p * (1 - p) * math.expm1(s) / (1 + p * math.expm1(s))
-        return {
-            "kl_rollout_train": g - p * s,
-            "kl_train_rollout": q * s - g,
-            "tv": abs(moved),
-            "chi2": moved**2 / (p * (1 - p)),
-            "bc": math.exp(math.log1p(p * math.expm1(s / 2)) - g / 2),
-            "max_log_ratio": max(s - g, -g),
-        }
+        p, growth = self.p, math.expm1(self.shift)
+        total = 1 + p * growth  # e^G
+        q = (p * math.exp(self.shift) / total, (1 - p) / total)
+        return _two_groups((p, 1 - p), q, p * (1 - p) * growth / total)
 
 
 @dataclass(frozen=True)
@@ -189,15 +252,7 @@ class TwoLevel:
             0.143841
         """
         m, n = self.rollout_mass, self.train_mass
-        d = row_divergences([m, 1 - m], [n, 1 - n])
-        return {
-            "kl_rollout_train": float(d.kl_rollout_train),
-            "kl_train_rollout": float(d.kl_train_rollout),
-            "tv": abs(n - m),
-            "chi2": (n - m) ** 2 / (m * (1 - m)),
-            "bc": math.sqrt(m * n) + math.sqrt((1 - m) * (1 - n)),
-            "max_log_ratio": max(math.log(n / m), math.log((1 - n) / (1 - m))),
-        }
+        return _two_groups((m, 1 - m), (n, 1 - n), n - m)
 
 
 @dataclass(frozen=True)
@@ -259,18 +314,28 @@ class Geometric:
             raise ValueError(
                 f"The vocabulary {vocab} cuts a tail of {slowest**vocab:.3g}, more than 1e-18."
             )
-        start = math.log1p(-s) - math.log1p(-r)
-        slope = math.log(s / r)
+        # log(q_i/p_i) = start + i slope, from the relative changes of 1 - r and of r.
+        change_rest, change_ratio = (r - s) / (1 - r), (s - r) / r
+        start, slope = math.log1p(change_rest), math.log1p(change_ratio)
         # q - p changes sign where start + i slope does.
         flip = 0 if slope == 0 else math.floor(-start / slope) + 1
+        # 1 - bc = 1 - A/B with A^2 = (1-r)(1-s), B = 1 - sqrt(rs); B^2 - A^2 = (sqrt r - sqrt s)^2
+        overlap = math.sqrt((1 - r) * (1 - s))
+        rest = 1 - math.sqrt(r * s)
+        root = (r - s) / (math.sqrt(r) + math.sqrt(s))
+        squared_hellinger = root * root / (rest * (rest + overlap))
+        # 1 + chi2 = (1-s)^2 / ((1-r)(1-s^2/r)), and the numerators' difference is (r-s)^2/r
         return {
-            "kl_rollout_train": -start - r / (1 - r) * slope,
-            "kl_train_rollout": start + s / (1 - s) * slope,
-            "tv": abs(s**flip - r**flip),
-            "chi2": math.expm1(2 * math.log1p(-s) - math.log1p(-r) - math.log1p(-square))
-            if square < 1
-            else math.inf,
-            "bc": math.sqrt((1 - r) * (1 - s)) / (1 - math.sqrt(r * s)),
+            "kl_rollout_train": float(
+                log1p_gap(change_rest) + r / (1 - r) * log1p_gap(change_ratio)
+            ),
+            "kl_train_rollout": float(
+                log1p_gap((s - r) / (1 - s)) + s / (1 - s) * log1p_gap((r - s) / s)
+            ),
+            "tv": abs(r**flip * math.expm1(flip * slope)),
+            "chi2": (r - s) ** 2 / (r * (1 - r) * (1 - square)) if square < 1 else math.inf,
+            "bc": overlap / rest,
+            "squared_hellinger": squared_hellinger,
             "max_log_ratio": max(start, start + (vocab - 1) * slope),
         }
 
@@ -325,27 +390,9 @@ class Zipf:
             >>> Zipf(1.0, 1.0).predicted(50)["kl_rollout_train"]
             0.0
         """
-        a, b = self.rollout_exponent, self.train_exponent
         log_i = np.log(np.arange(1, vocab + 1, dtype=np.float64))
-
-        def harmonic(c: float, weight: Array | None = None) -> float:
-            terms = np.exp(-c * log_i)
-            return math.fsum(terms if weight is None else terms * weight)
-
-        h_a, h_b = harmonic(a), harmonic(b)
-        start = math.log(h_a / h_b)
-        below = log_i * (a - b) + start > 0
-        moved = (
-            math.fsum(np.exp(-b * log_i[below])) / h_b - math.fsum(np.exp(-a * log_i[below])) / h_a
-        )
-        return {
-            "kl_rollout_train": -start + (b - a) * harmonic(a, log_i) / h_a,
-            "kl_train_rollout": start + (a - b) * harmonic(b, log_i) / h_b,
-            "tv": abs(moved),
-            "chi2": h_a * harmonic(2 * b - a) / h_b**2 - 1,
-            "bc": harmonic((a + b) / 2) / math.sqrt(h_a * h_b),
-            "max_log_ratio": max(start, start + (a - b) * float(log_i[-1])),
-        }
+        a, b = self.rollout_exponent, self.train_exponent
+        return _tilted(-a * log_i, log_i, a - b)
 
 
 @dataclass(frozen=True)
@@ -406,22 +453,7 @@ class Temperature:
             True
         """
         z = self._base(vocab)
-        g = 1 / self.temperature
-
-        def free(c: float) -> float:
-            return float(logsumexp(c * z))
-
-        f_1, f_g = free(1.0), free(g)
-        p, q = np.exp(z - f_1), np.exp(g * z - f_g)
-        ratio = (g - 1) * z - (f_g - f_1)
-        return {
-            "kl_rollout_train": f_g - f_1 + (1 - g) * math.fsum(p * z),
-            "kl_train_rollout": f_1 - f_g + (g - 1) * math.fsum(q * z),
-            "tv": math.fsum((q - p)[ratio > 0]),
-            "chi2": math.expm1(free(2 * g - 1) + f_1 - 2 * f_g),
-            "bc": math.exp(free((1 + g) / 2) - (f_1 + f_g) / 2),
-            "max_log_ratio": float(ratio.max()),
-        }
+        return _tilted(z, z, (1 - self.temperature) / self.temperature)
 
 
 @dataclass(frozen=True)
@@ -482,6 +514,7 @@ class GaussianNoise:
             "tv": math.erf(s / (2 * math.sqrt(2))),
             "chi2": math.expm1(s * s),
             "bc": math.exp(-s * s / 8),
+            "squared_hellinger": -math.expm1(-s * s / 8),
             "max_log_ratio": s * (top + np.euler_gamma / top) - s * s / 2,
         }
 
@@ -518,5 +551,6 @@ class GaussianNoise:
         for name, f in influence.items():
             mean = float(density @ f)
             out[name] = math.sqrt(float(density @ (f - mean) ** 2) / vocab)
+        out["squared_hellinger"] = out["bc"]
         out["max_log_ratio"] = s * math.pi / math.sqrt(6) / float(ndtri(1 - 1 / vocab))
         return out

@@ -134,6 +134,18 @@ def force_cpu_capability(name: str | None) -> str:
     return chosen.decode()
 
 
+def available_cpu_capabilities() -> list[str]:
+    """Instruction sets that this processor has, from the narrowest to the widest."""
+    selected, names = cpu_capability(), []
+    for name in CPU_CAPABILITIES:
+        try:
+            names.append(force_cpu_capability(name))
+        except ValueError:
+            continue
+    force_cpu_capability(selected)
+    return names
+
+
 def _cpu_library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(find_library("_C")))
     for function in (library.trm_cpu_capability, library.trm_force_cpu_capability):

@@ -20,7 +20,7 @@ OK, FAILED, BAD_INPUT, INTERRUPTED, TERMINATED, BROKEN_PIPE = 0, 1, 2, 130, 143,
 _EXIT_CODES = """\
 exit codes:
   0    done (whether sequences are kept or masked does not matter)
-  1    unexpected error; run again with --verbose for the traceback
+  1    unexpected error; run again with --verbose for the traceback; or a check that failed
   2    bad input or usage: the message on stderr names the offending value
   130  interrupted (Ctrl-C); nothing half-written is left behind
   143  terminated (SIGTERM); nothing half-written is left behind
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     try:
-        arguments.run(arguments)
+        code: int | None = arguments.run(arguments)
         sys.stdout.flush()
-        return OK
+        return OK if code is None else code
     except KeyboardInterrupt:
         return _fail(arguments, "interrupted", INTERRUPTED)
     except _Terminated:
@@ -138,8 +138,29 @@ def _demo(arguments: argparse.Namespace) -> None:
     print_demo(demo, sys.stdout)
 
 
+def _validate(arguments: argparse.Namespace) -> int:
+    from trm_ext.report.table import print_validation
+    from trm_ext.validate import as_dict, validate
+
+    with _bar(arguments, "validate", "rows") as progress:
+        found = validate(
+            arguments.backend,
+            laws=arguments.laws,
+            dtypes=arguments.dtypes,
+            vocabularies=arguments.vocab,
+            kls=arguments.kl,
+            progress=progress,
+        )
+    if arguments.format == "json":
+        _print_json(as_dict(found))
+    else:
+        print_validation(found, arguments.rows, sys.stdout)
+    return FAILED if found.failures else OK
+
+
 def _parser() -> argparse.ArgumentParser:
     from trm_ext.engines import names
+    from trm_ext.validate import BACKENDS, DTYPES, KLS, LAWS, VOCABULARIES
 
     common = _Parser(add_help=False)
     common.add_argument("--verbose", action="store_true", help="print tracebacks")
@@ -262,6 +283,58 @@ def _parser() -> argparse.ArgumentParser:
         default=0.02,
         metavar="NATS",
         help="threshold (default: %(default)s, twice the KL that bfloat16 rounding alone causes)",
+    )
+
+    validate = verb(
+        "validate",
+        _validate,
+        "the kernels against laws whose divergences are known",
+        "Hold the kernels to laws with known divergences at the vocabularies of real models:\n"
+        "every dtype on every instruction set, KL from 1e-9 to 10 nats, all divergences. In\n"
+        "float64 the prediction is the law's closed form, elsewhere the float64 sum of the\n"
+        "rounded logits. Tolerances are derived in docs/validation.md. Exit code 1 when a check\n"
+        "fails.",
+        bar,
+    )
+    validate.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="cpu",
+        help="cpu runs every instruction set that this machine has; emulator runs the CUDA kernels"
+        " on this CPU, in a clone of the repository (default: %(default)s)",
+    )
+    _add_format(validate)
+    validate.add_argument(
+        "--rows",
+        choices=("worst", "failed", "all"),
+        default="worst",
+        help="of the table: per law, dtype and instruction set the check that uses most of its "
+        "tolerance, those that failed, or every one (default: %(default)s)",
+    )
+    for option, known, word in (("--laws", LAWS, "LAW"), ("--dtypes", DTYPES, "DTYPE")):
+        validate.add_argument(
+            option,
+            nargs="+",
+            choices=tuple(known),
+            default=tuple(known),
+            metavar=word,
+            help=f"some of {', '.join(known)} (default: all)",
+        )
+    validate.add_argument(
+        "--vocab",
+        nargs="+",
+        type=_positive,
+        default=VOCABULARIES,
+        metavar="V",
+        help=f"vocabularies, at least 200 (default: {' '.join(map(str, VOCABULARIES))})",
+    )
+    validate.add_argument(
+        "--kl",
+        nargs="+",
+        type=_threshold,
+        default=KLS,
+        metavar="NATS",
+        help=f"KLs that each law is solved for (default: {' '.join(f'{kl:g}' for kl in KLS)})",
     )
     return parser
 

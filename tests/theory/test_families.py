@@ -5,6 +5,7 @@ import mpmath
 import numpy as np
 import pytest
 
+from theory.divergences import logit_divergences
 from theory.families import (
     VOCAB,
     GaussianNoise,
@@ -47,6 +48,7 @@ def divergences_in(number, exp, log, sqrt, total, x, y, counts):
         "tv": total(m * abs(v - u) for m, u, v, r in rows) / 2,
         "chi2": total(m * (v - u) ** 2 / u for m, u, v, r in rows),
         "bc": total(m * sqrt(u * v) for m, u, v, r in rows),
+        "squared_hellinger": total(m * (sqrt(u) - sqrt(v)) ** 2 for m, u, v, r in rows) / 2,
         "max_log_ratio": max(ratio),
     }
 
@@ -74,6 +76,7 @@ def long_double_divergences(rollout, train):
         "tv": float(np.abs(q - p).sum() / 2),
         "chi2": float((p * np.expm1(ratio) ** 2).sum()),
         "bc": float(np.sqrt(p * q).sum()),
+        "squared_hellinger": float(((np.sqrt(p) - np.sqrt(q)) ** 2).sum() / 2),
         "max_log_ratio": float(ratio.max()),
     }
 
@@ -106,6 +109,81 @@ def test_two_valued_laws_against_mpmath_at_full_vocabulary(law):
 def test_other_laws_against_mpmath_at_a_small_vocabulary(law):
     vocab = 1600
     assert_close(law.predicted(vocab), mpmath_divergences(*law.logits(vocab)), PROMISE)
+
+
+def mpmath_parameters(law, vocab):
+    """The law's logits straight from its parameters, not rounded to float64."""
+    mpf, log = mpmath.mpf, mpmath.log
+    x = [mpf(0)] * vocab
+    if isinstance(law, OneLogitShift):
+        x[3] = log(mpf(law.p) / (1 - mpf(law.p))) + log(vocab - 1)
+        return x, [*x[:3], x[3] + mpf(law.shift), *x[4:]]
+    if isinstance(law, TwoLevel):
+        sides = []
+        for mass in (mpf(law.rollout_mass), mpf(law.train_mass)):
+            top = log(mass / (1 - mass)) + log(mpf(vocab) / law.tokens - 1)
+            sides.append([top] * law.tokens + x[law.tokens :])
+        return sides
+    if isinstance(law, Geometric):
+        rates = log(mpf(law.rollout_ratio)), log(mpf(law.train_ratio))
+        return [[i * rate for i in range(vocab)] for rate in rates]
+    if isinstance(law, Zipf):
+        exponents = mpf(law.rollout_exponent), mpf(law.train_exponent)
+        return [[-c * log(i) for i in range(1, vocab + 1)] for c in exponents]
+    z = [mpf(float(v)) for v in law.logits(vocab)[0]]
+    return z, [v / mpf(law.temperature) for v in z]
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        OneLogitShift(0.3, -1e-4),
+        OneLogitShift(1e-4, 4.5e-3),
+        OneLogitShift(0.3, -34.5),
+        OneLogitShift(1e-4, 19.0),
+        TwoLevel(0.2, 0.19998),
+        TwoLevel(0.2, 3e-23),
+        Geometric(0.85, 0.85001),
+        Geometric(0.85, 0.1),
+        Zipf(1.0, 1.00003),
+        Zipf(1.0, 30.0),
+        Temperature(1.00002),
+        Temperature(0.03),
+    ],
+    ids=name_of,
+)
+def test_predictions_keep_their_digits_from_1e_9_to_10_nats(law):
+    """The closed forms themselves, to 200 roundings: no cancellation, no overflow."""
+    vocab = 300
+    with mpmath.workdps(60):
+        x, y = mpmath_parameters(law, vocab)
+        exact = divergences_in(
+            mpmath.mpf, mpmath.exp, mpmath.log, mpmath.sqrt, mpmath.fsum, x, y, [1] * vocab
+        )
+        exact = {name: float(value) for name, value in exact.items()}
+    assert_close(law.predicted(vocab), exact, 200 * 2.0**-53)
+
+
+@pytest.mark.parametrize("law", EXACT_LAWS, ids=name_of)
+def test_sums_over_logits_against_mpmath(law):
+    """The float64 sums that validation holds kernels to, on float32 logits."""
+    logits = law.logits(1600, np.float32)
+    found = logit_divergences(*logits)
+    for name, value in mpmath_divergences(*logits).items():
+        assert float(getattr(found, name)) == pytest.approx(value, rel=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "sentence"),
+    [
+        ([0.0, 1.0], [0.0], "logits of one shape, got \\(2,\\) and \\(1,\\)"),
+        ([0.0, np.inf], [0.0, 1.0], "The rollout logits must be finite, got inf"),
+        ([0.0, 1.0], [0.0, -np.inf], "The train logits must be finite, got -inf"),
+    ],
+)
+def test_bad_logits_are_one_sentence(x, y, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        logit_divergences(x, y)
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_reader_of_stdout_may_leave(pair: Path) -> None:
     process.stderr.close()
 
 
-@pytest.mark.parametrize("verb", [[], ["info"], ["audit"], ["record"], ["demo"]])
+@pytest.mark.parametrize("verb", [[], ["info"], ["audit"], ["record"], ["demo"], ["validate"]])
 def test_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*verb, "--help"]) == 0
     text = capsys.readouterr().out

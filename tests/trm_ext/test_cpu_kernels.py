@@ -20,19 +20,7 @@ INF, NAN = float("inf"), float("nan")
 STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def available():
-    names = []
-    for name in _lib.CPU_CAPABILITIES:
-        try:
-            _lib.force_cpu_capability(name)
-            names.append(name)
-        except ValueError:
-            pass
-    _lib.force_cpu_capability(None)
-    return names
-
-
-AVAILABLE = available()
+AVAILABLE = _lib.available_cpu_capabilities()
 
 
 @pytest.fixture(params=_lib.CPU_CAPABILITIES)

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from trm_ext.audit import Audit, SequenceAudit
+from trm_ext.validate import OUTPUTS, Check, Validation
 
 _UNLIMITED = 10_000  # columns: a narrow terminal wraps a row, it never cuts a number
-_STYLES = {"kept": "green", "masked": "red"}
+_STYLES = {"kept": "green", "masked": "red", "yes": "green", "NO": "red"}
 
 
 def number(value: float) -> str:
@@ -110,6 +111,56 @@ def print_audit(audit: Audit, stream: TextIO) -> None:
     stream.write("\n")
     for note in audit.notes:
         stream.write(f"note: {note}\n")
+
+
+def print_validation(found: Validation, rows: str, stream: TextIO) -> None:
+    """Print checks, then the worst relative error per dtype, instruction set and output.
+
+    Args:
+        found: what :func:`trm_ext.validate.validate` returned.
+        rows: ``worst`` (one check per law, dtype and instruction set), ``failed`` or ``all``.
+        stream: usually ``sys.stdout``.
+    """
+    chosen: Sequence[Check] = found.checks if rows == "all" else found.failures
+    if rows == "worst":
+        chosen = list(found.worst("law", "dtype", "instruction_set").values())
+    if chosen:
+        header = ["law", "KL", "V", "dtype", "instructions", "output", "the law says"]
+        header += ["held to", "predicted", "kernel", "error", "tolerance", "pass"]
+        cells = [
+            [
+                check.law,
+                f"{check.kl:.0e}",
+                str(check.vocab),
+                check.dtype,
+                check.instruction_set,
+                check.output,
+                f"{check.law_value:.6e}",
+                check.prediction,
+                f"{check.predicted:.9e}",
+                f"{check.kernel:.9e}",
+                f"{check.error:.1e}",
+                f"{check.tolerance:.1e}",
+                "yes" if check.passed else "NO",
+            ]
+            for check in chosen
+        ]
+        left = ["law", "dtype", "instructions", "output", "held to", "pass"]
+        print_table(header, cells, stream, left=left)
+        stream.write("\n")
+    stream.write("relative error of the check that uses most of its tolerance\n")
+    header = ["dtype", "instructions", "held to", *OUTPUTS, "pass"]
+    summary = [
+        [
+            *line,
+            *(f"{worst[output].error:.1e}" for output in OUTPUTS),
+            "yes" if all(check.passed for check in worst.values()) else "NO",
+        ]
+        for line, worst in found.summary().items()
+    ]
+    print_table(header, summary, stream, left=["dtype", "instructions", "held to", "pass"])
+    passed = len(found.checks) - len(found.failures)
+    stream.write(f"\n{passed} of {len(found.checks)} checks pass on backend {found.backend}\n")
 
 
 def print_tree(values: Mapping[str, Any], stream: TextIO, indent: int = 0) -> None:
