@@ -16,17 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from theory import families
-from theory.divergences import RowDivergences, logit_divergences
 from trm_ext import _lib, _ops
 from trm_ext.outputs import decode, encode
+
+if TYPE_CHECKING:  # a second of imports that the other commands need not wait for
+    from theory.divergences import RowDivergences
+    from theory.families import GaussianNoise, TokenLaw
 
 __all__ = [
     "BACKENDS",
@@ -86,21 +88,23 @@ Array = NDArray[np.float64]
 Run = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor]"]
 
 
-def _geometric(size: float, vocab: int) -> families.TokenLaw:
+def _geometric(theory: Any, size: float, vocab: int) -> TokenLaw:
     # 64 nats over the vocabulary: the tail that it cuts off is e^-64.
     ratio = math.exp(-64 / vocab)
-    return families.Geometric(ratio, ratio ** (1 + size))
+    law: TokenLaw = theory.Geometric(ratio, ratio ** (1 + size))
+    return law
 
 
-#: Laws by name: what a size in (0, inf) makes of them. The KL grows with the size.
-LAWS: dict[str, Callable[[float, int], families.TokenLaw]] = {
-    "one-logit": lambda size, vocab: families.OneLogitShift(0.3, -size),
-    "one-rare-logit": lambda size, vocab: families.OneLogitShift(1e-4, size),
-    "two-level": lambda size, vocab: families.TwoLevel(0.2, 0.2 * math.exp(-size)),
+#: Laws by name: what ``theory.families``, a size in (0, inf) and a vocabulary make of them. The KL
+#: grows with the size.
+LAWS: dict[str, Callable[[Any, float, int], TokenLaw]] = {
+    "one-logit": lambda theory, size, vocab: theory.OneLogitShift(0.3, -size),
+    "one-rare-logit": lambda theory, size, vocab: theory.OneLogitShift(1e-4, size),
+    "two-level": lambda theory, size, vocab: theory.TwoLevel(0.2, 0.2 * math.exp(-size)),
     "geometric": _geometric,
-    "zipf": lambda size, vocab: families.Zipf(1.0, 1 + size),
-    "temperature": lambda size, vocab: families.Temperature(1 / (1 + size)),
-    "gaussian-noise": lambda size, vocab: families.GaussianNoise(size),
+    "zipf": lambda theory, size, vocab: theory.Zipf(1.0, 1 + size),
+    "temperature": lambda theory, size, vocab: theory.Temperature(1 / (1 + size)),
+    "gaussian-noise": lambda theory, size, vocab: theory.GaussianNoise(size),
 }
 
 
@@ -283,11 +287,12 @@ def _json(check: Check) -> dict[str, Any]:
 
 
 @cache
-def solve(name: str, kl: float, vocab: int) -> families.TokenLaw:
+def solve(name: str, kl: float, vocab: int) -> TokenLaw:
     """A law of a family whose KL is ``kl`` to 1 %: secants on the two logarithms."""
+    from theory import families
 
     def excess(log_size: float) -> float:
-        law = LAWS[name](math.exp(log_size), vocab)
+        law = LAWS[name](families, math.exp(log_size), vocab)
         return math.log(law.predicted(vocab)["kl_rollout_train"] / kl)
 
     # Bisection down to a factor of two, then secants: the KL is smooth and grows with the size.
@@ -299,12 +304,15 @@ def solve(name: str, kl: float, vocab: int) -> families.TokenLaw:
     while abs(b[1]) > 0.01:
         size = b[0] - b[1] * (b[0] - a[0]) / (b[1] - a[1])
         a, b = b, (size, excess(size))
-    return LAWS[name](math.exp(b[0]), vocab)
+    return LAWS[name](families, math.exp(b[0]), vocab)
 
 
 def _checks_of(
-    name: str, law: families.TokenLaw, vocab: int, dtypes: Sequence[str], runs: _Runs
+    name: str, law: TokenLaw, vocab: int, dtypes: Sequence[str], runs: _Runs
 ) -> Iterator[Check]:
+    from theory.divergences import logit_divergences
+    from theory.families import GaussianNoise
+
     logits = law.logits(vocab)
     law_values = law.predicted(vocab)
     for dtype in dtypes:
@@ -318,7 +326,7 @@ def _checks_of(
         held = [("sum", want, promise)]
         if wide:
             by_law = {output: law_values[field] for output, field in OUTPUTS.items()}
-            if isinstance(law, families.GaussianNoise):
+            if isinstance(law, GaussianNoise):
                 held.append(("limit", by_law, _over(_sampling_error(law, vocab), scale)))
             else:
                 moved = _over(_logit_rounding(*stored, sums), scale)
@@ -348,7 +356,7 @@ def _over(values: dict[str, float], scale: dict[str, float]) -> dict[str, float]
     return {output: value / scale[output] for output, value in values.items()}
 
 
-def _sampling_error(law: families.GaussianNoise, vocab: int) -> dict[str, float]:
+def _sampling_error(law: GaussianNoise, vocab: int) -> dict[str, float]:
     sd = law.sampling_sd(vocab)
     return {
         output: (_WIDTH_OF_MAXIMUM if output == "max_log_ratio" else _WIDTH) * sd[field]
