@@ -20,6 +20,7 @@ __all__ = [
     "Law",
     "RowDivergences",
     "Summary",
+    "TokenStatistics",
     "Values",
     "bounds",
     "k3",
@@ -30,6 +31,7 @@ __all__ = [
     "summary",
     "sup_error",
     "sup_surrogate",
+    "token_statistics",
     "values",
 ]
 
@@ -109,6 +111,47 @@ def law(tree: Tree) -> Law:
         tuple(rows),
         tuple(reachable),
     )
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """What rollouts show at every token of every sequence, shape (sequences, T) each.
+
+    Attributes:
+        log_ratio: log rho_t of the sampled token, nats; 0 where the rollout cannot sample it.
+        kl: ``kl_rollout_train`` of the context, nats.
+        max_log_ratio: largest log(train/rollout) over the context's vocabulary, nats.
+    """
+
+    log_ratio: Array
+    kl: Array
+    max_log_ratio: Array
+
+
+def token_statistics(tree: Tree) -> TokenStatistics:
+    """Per-token statistics of all sequences, in the form that ``theory.certify`` takes.
+
+    log rho_t = log train(y_t|c_t) - log rollout(y_t|c_t), kl(c_t), max_v log(train/rollout)(v|c_t)
+
+    Assumes only a valid tree. Range: log_ratio [-inf, inf), kl [0, inf]. Nats.
+    Source: definitions; docs/theory.md#setting.
+
+    Example:
+        >>> one = token_statistics(Tree(([[0.5, 0.5]],), ([[0.25, 0.75]],), [1.0]))
+        >>> one.log_ratio.round(3).ravel().tolist()
+        [-0.693, 0.405]
+    """
+    tokens, the = tree.tokens(), law(tree)
+    found = TokenStatistics(*(np.zeros(tokens.shape) for _ in range(3)))
+    for t in range(tree.length):
+        c = tree.contexts(t)
+        p, q = tree.rollout[t][c, tokens[:, t]], tree.train[t][c, tokens[:, t]]
+        seen = p > 0
+        with np.errstate(divide="ignore"):
+            found.log_ratio[seen, t] = np.log(q[seen]) - np.log(p[seen])
+        found.kl[:, t] = the.rows[t].kl_rollout_train[c]
+        found.max_log_ratio[:, t] = the.rows[t].max_log_ratio[c]
+    return found
 
 
 @dataclass(frozen=True)

@@ -37,17 +37,8 @@ trees = st.one_of(
 
 def token_arrays(tree):
     """Log rho, kl and row maximum of the log-ratio at every token of every sequence."""
-    tokens, the = tree.tokens(), exact.law(tree)
-    log_ratio, kl, top = (np.zeros(tokens.shape) for _ in range(3))
-    for t in range(tree.length):
-        c = tree.contexts(t)
-        p, q = tree.rollout[t][c, tokens[:, t]], tree.train[t][c, tokens[:, t]]
-        seen = p > 0
-        with np.errstate(divide="ignore"):
-            log_ratio[seen, t] = np.log(q[seen]) - np.log(p[seen])
-        kl[:, t] = the.rows[t].kl_rollout_train[c]
-        top[:, t] = the.rows[t].max_log_ratio[c]
-    return log_ratio, kl, top
+    found = exact.token_statistics(tree)
+    return found.log_ratio, found.kl, found.max_log_ratio
 
 
 def mean(weights, values):

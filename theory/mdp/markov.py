@@ -347,19 +347,36 @@ class MarkovPair:
         t, n = int(checks.horizon(length)), int(checks.horizon(samples))
         if not 0 < alpha < 1:
             raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha}.")
-        rng = np.random.default_rng(seed)
+        paths = self.sample(t, n, np.random.default_rng(seed))
         with np.errstate(divide="ignore"):
             log_ratio = np.log(self.train) - np.log(np.where(self.rollout > 0, self.rollout, 1))
-        ladder = np.cumsum(self.rollout, axis=1)
-        ladder[:, -1] = np.inf
-        state = rng.choice(self.start.size, size=n, p=self.start)
-        log_w = np.zeros(n)
-        for _ in range(t):
-            following = (rng.random(n)[:, None] >= ladder[state]).sum(1)
-            log_w += log_ratio[state, following]
-            state = following
+        log_w = log_ratio[paths[:, :-1], paths[:, 1:]].sum(1)
         estimate = float(np.maximum(-np.expm1(log_w), 0).mean())
         return estimate, float(np.sqrt(np.log(2 / alpha) / (2 * n)))
+
+    def sample(self, length: int, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Draw paths of the rollout chain: s_0 ~ start, s_t ~ rollout(s_{t-1}, .).
+
+        Assumes independent paths. Returns states, shape (n, T + 1), values 0..S-1; token t is the
+        state entered at t. Source: none needed.
+
+        Raises:
+            ValueError: on T < 1 or n < 1.
+
+        Example:
+            >>> pair = MarkovPair([1, 0], [[0, 1], [1, 0]], [[0, 1], [1, 0]])
+            >>> pair.sample(3, 1, np.random.default_rng(0)).tolist()
+            [[0, 1, 0, 1]]
+        """
+        t, count = int(checks.horizon(length)), int(checks.horizon(n))
+        ladder = np.cumsum(self.rollout, axis=1)
+        paths = np.empty((count, t + 1), dtype=np.int64)
+        paths[:, 0] = rng.choice(self.start.size, size=count, p=self.start)
+        for i in range(t):
+            here = ladder[paths[:, i]]
+            # Scaled to the last rung: a transition of probability 0 never happens.
+            paths[:, i + 1] = (rng.random(count)[:, None] * here[:, -1:] >= here).sum(1)
+        return paths
 
     def tree(self, length: int) -> Tree:
         """Unroll to a token tree, for cross-checks at small horizons.

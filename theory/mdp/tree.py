@@ -109,6 +109,29 @@ class Tree:
         """
         return np.asarray(np.arange(self.sequences) // self.vocab ** (self.length - depth))
 
+    def sample(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Draw rollouts token by token: x ~ prompts, y_t ~ rollout(.|c_t).
+
+        Assumes independent rollouts. Returns the rows of :meth:`tokens`, shape (n,), values
+        0..sequences-1. Source: none needed.
+
+        Raises:
+            ValueError: on n < 1.
+
+        Example:
+            >>> tree = Tree(([[0.0, 1.0]],), ([[0.5, 0.5]],), [1.0])
+            >>> tree.sample(3, np.random.default_rng(0)).tolist()
+            [1, 1, 1]
+        """
+        count = int(checks.horizon(n))
+        row = rng.choice(self.prompts.size, size=count, p=self.prompts)
+        for policy in self.rollout:
+            ladder = np.cumsum(policy, axis=1)[row]
+            # Scaled to the last rung: a token of probability 0 is never drawn, whatever rounds.
+            token = (rng.random(count)[:, None] * ladder[:, -1:] >= ladder).sum(1)
+            row = row * self.vocab + token
+        return np.asarray(row)
+
     def with_train(self, train: Sequence[Array]) -> Tree:
         """Return the same tree with another train policy.
 
