@@ -90,6 +90,14 @@ def test_the_grid_spans_ten_decades(law: str) -> None:
     assert {"kl", "kl_train_rollout", "tv", "chi2", "bhattacharyya", "max_log_ratio"} == {*OUTPUTS}
 
 
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_reaches_the_ends_of_the_range(law: str) -> None:
+    for vocab in (200, 50_000):
+        for kl in (1e-12, 20.0) if law != "gaussian-noise" else (1e-12,):
+            got = validate.solve(law, kl, vocab).predicted(vocab)["kl_rollout_train"]
+            assert got == pytest.approx(kl, rel=0.011)
+
+
 class Planted:
     """The op with one of its outputs falsified."""
 
@@ -194,7 +202,8 @@ BAD = {
     "law": (["--laws", "cauchy"], "invalid choice: 'cauchy'"),
     "dtype": (["--dtypes", "int8"], "invalid choice: 'int8'"),
     "vocabulary": (["--vocab", "100"], "a vocabulary must have at least 200 columns, got 100"),
-    "kl": (["--kl", "0"], "a KL must be in (0, 100] nats, got 0.0"),
+    "kl": (["--kl", "0"], "a KL must be in [1e-12, 20] nats, got 0"),
+    "nothing": (["--laws", "gaussian-noise", "--kl", "1"], "nothing to check: no law, KL"),
     "backend": (["--backend", "tpu"], "invalid choice: 'tpu'"),
 }
 
