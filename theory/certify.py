@@ -32,6 +32,7 @@ __all__ = [
     "Interval",
     "NotAGuarantee",
     "Vacuity",
+    "bernstein_radius",
     "binary_kl_inverse",
     "clopper_pearson",
     "clt",
@@ -93,7 +94,19 @@ def _alpha(alpha: float) -> None:
         raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha}.")
 
 
-def _bernstein_radius(variance: float, span: float, n: int, alpha: float) -> float:
+def bernstein_radius(variance: float, span: float, n: int, alpha: float) -> float:
+    """Radius of :func:`empirical_bernstein` for a given sample variance.
+
+    sqrt(2 Var log(2/alpha) / n) + 7 span log(2/alpha) / (3 (n - 1))
+
+    Assumes n >= 2 independent draws in a range of that span. Unit of the values. Raises
+    ZeroDivisionError on n = 1. Range [0, inf).
+    Source: Maurer and Pontil 2009, theorem 4.
+
+    Example:
+        >>> round(bernstein_radius(0.0, 1.0, 1000, 0.05), 4)
+        0.0086
+    """
     log_term = math.log(2 / alpha)
     return math.sqrt(2 * variance * log_term / n) + 7 * span * log_term / (3 * (n - 1))
 
@@ -133,7 +146,7 @@ def empirical_bernstein(values: ArrayLike, low: float, high: float, alpha: float
             f"A value {offender:g} lies outside the range [{low:g}, {high:g}] that was announced."
         )
     mean = float(x.mean())
-    radius = _bernstein_radius(float(x.var(ddof=1)), high - low, x.size, alpha)
+    radius = bernstein_radius(float(x.var(ddof=1)), high - low, x.size, alpha)
     return Interval(
         mean, max(mean - radius, low), min(mean + radius, high), alpha, "empirical Bernstein", True
     )
@@ -168,11 +181,11 @@ def rollouts_needed(variance: float, span: float, radius: float, alpha: float) -
     if not radius > 0:
         raise ValueError(f"radius must be > 0, got {radius}.")
     low, high = 1, 2
-    while _bernstein_radius(variance, span, high, alpha) > radius:
+    while bernstein_radius(variance, span, high, alpha) > radius:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _bernstein_radius(variance, span, middle, alpha) <= radius
+        fits = bernstein_radius(variance, span, middle, alpha) <= radius
         low, high = (low, middle) if fits else (middle, high)
     return high
 
@@ -856,6 +869,7 @@ def seq_kl_certificate(
     kl: ArrayLike,
     *,
     baseline: float = 0.0,
+    outside_mass: ArrayLike = 0.0,
     alpha: float = 0.05,
     reward_range: tuple[float, float] = (0.0, 1.0),
     held_out: bool = True,
@@ -872,8 +886,9 @@ def seq_kl_certificate(
         reward: R per rollout.
         shift: sum_t (rho_t - 1) per rollout.
         kl: sum_t kl(c_t) per rollout, exact per context.
-        baseline: subtracted from R - a. Inside the rollout's support E[sum (rho - 1)] = 0, so it
-            changes the noise and not the mean; leave it 0 when train has outside mass.
+        baseline: c; c (sum (rho - 1) + outside mass), whose mean is 0, is subtracted: it changes
+            the noise and not the mean.
+        outside_mass: sum_t s(c_t) per rollout, the train mass outside the rollout's support.
         alpha: failure probability (asymptotic).
         reward_range: [a, b].
         held_out: False when the rollouts were used to train the policy.
@@ -892,7 +907,8 @@ def seq_kl_certificate(
     """
     r, span = _rewards(reward, reward_range)
     total = checks.divergence("kl", kl)
-    gain = (r - baseline) * np.asarray(shift, dtype=np.float64)
+    moved = np.asarray(shift, dtype=np.float64)
+    gain = r * moved - baseline * (moved + np.asarray(outside_mass, dtype=np.float64))
     interval = clt(gain - span * total, alpha)
     parts = {
         "surrogate": float(gain.mean()),

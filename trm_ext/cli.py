@@ -100,6 +100,48 @@ def _audit(arguments: argparse.Namespace) -> None:
             print(f"written to {arguments.out.resolve()}")
 
 
+def _certify(arguments: argparse.Namespace) -> None:
+    from trm_ext.audit import write_folder, write_json
+    from trm_ext.certification import GateConstants, as_dict, certify_file
+    from trm_ext.report.certificate import print_certification
+    from trm_ext.token_statistics import write_statistics
+
+    given = {
+        name: value
+        for name in GateConstants.__dataclass_fields__
+        if (value := getattr(arguments, name)) is not None
+    }
+    if given and arguments.split:
+        raise ValueError("--split chooses the constants: give it or them, not both")
+    with _bar(arguments, "certify", "tokens") as progress:
+        result = certify_file(
+            arguments.file,
+            held_out=arguments.held_out,
+            reward_range=tuple(arguments.reward_range),
+            alpha=arguments.alpha,
+            horizon=arguments.horizon,
+            constants="split" if arguments.split else GateConstants(**given),
+            primary=arguments.primary,
+            chunk_rows=arguments.chunk_rows,
+            progress=progress,
+        )
+    document = as_dict(result)
+    if arguments.out is not None:
+        write_folder(
+            arguments.out,
+            {
+                "certificate.json": lambda path: write_json(path, document),
+                "statistics.safetensors": lambda path: write_statistics(path, result.statistics),
+            },
+        )
+    if arguments.format == "json":
+        _print_json(document)
+    else:
+        print_certification(result, sys.stdout)
+        if arguments.out is not None:
+            print(f"written to {arguments.out.resolve()}")
+
+
 def _record(arguments: argparse.Namespace) -> None:
     from trm_ext.record import PROMPTS, record
 
@@ -225,12 +267,70 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="also write audit.json and tokens.csv (one line per token) there, all or nothing",
     )
-    audit.add_argument(
-        "--chunk-rows",
-        type=_positive,
-        metavar="N",
-        help="tokens in memory at a time (default: about 32 MiB of logits per side)",
+    _add_chunk_rows(audit)
+
+    certify = verb(
+        "certify",
+        _certify,
+        "does the update improve the expected reward? a certificate from rollouts",
+        "Read a rollout-pair file with rewards (or the statistics that --out wrote) and print\n"
+        "lower limits of J(train) - J(rollout), finite-sample and asymptotic, with one verdict:\n"
+        "CERTIFIED, HARMFUL, VACUOUS or NOT_CERTIFIED. The constants must be chosen before the\n"
+        "rollouts are looked at, or with --split.",
+        bar,
     )
+    certify.add_argument("file", type=Path, metavar="FILE", help="file with rewards")
+    certify.add_argument(
+        "--held-out",
+        action="store_true",
+        help="state that the rollouts were drawn after the train policy was fixed; without it "
+        "the result is labelled optimistic and never CERTIFIED",
+    )
+    certify.add_argument(
+        "--reward-range",
+        type=float,
+        nargs=2,
+        default=(0.0, 1.0),
+        metavar=("LOW", "HIGH"),
+        help="declared range of the rewards (default: 0 1)",
+    )
+    certify.add_argument(
+        "--alpha",
+        type=float,
+        default=0.05,
+        metavar="P",
+        help="failure probability of each one-sided statement (default: %(default)s)",
+    )
+    certify.add_argument(
+        "--horizon", type=_positive, metavar="T", help="largest possible length, if it is known"
+    )
+    certify.add_argument(
+        "--primary",
+        choices=("truncated_weight", "sequence_mask", "frozen_drift"),
+        default="truncated_weight",
+        help="the certificate that decides (default: %(default)s)",
+    )
+    certify.add_argument(
+        "--split",
+        action="store_true",
+        help="choose the constants on every fourth rollout and certify on the others",
+    )
+    for option, meaning in (
+        ("max-kl", "nats: a token above it closes the gate and masks its sequence"),
+        ("max-ratio", "the gate counts ratios as min(rho, this)"),
+        ("shift-budget", "the gate closes when |sum (rho - 1)| exceeds it"),
+        ("kl-budget", "nats: the gate closes when the sum of KL exceeds it"),
+        ("max-abs-log-weight", "nats: W counts as at most its exponential"),
+    ):
+        certify.add_argument(f"--{option}", type=float, metavar="X", help=meaning)
+    _add_format(certify)
+    certify.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="also write certificate.json and statistics.safetensors there, all or nothing",
+    )
+    _add_chunk_rows(certify)
 
     record = verb(
         "record",
@@ -345,6 +445,15 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
         choices=("table", "json"),
         default="table",
         help="of what is printed (default: %(default)s)",
+    )
+
+
+def _add_chunk_rows(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chunk-rows",
+        type=_positive,
+        metavar="N",
+        help="tokens in memory at a time (default: about 32 MiB of logits per side)",
     )
 
 

@@ -289,6 +289,16 @@ def test_a_baseline_changes_the_noise_and_not_the_mean():
     assert based.parts["radius"] < 0.05 * plain.parts["radius"]
 
 
+@settings(max_examples=60, deadline=None)
+@given(trees, st.integers(0, 10**6), st.floats(-1, 1))
+def test_the_baseline_has_mean_zero_with_the_outside_mass(tree, seed, baseline):
+    the = exact.law(tree)
+    outside = np.zeros(the.p.shape)
+    for t in range(tree.length):
+        outside += the.rows[t].outside[tree.contexts(t)]
+    assert mean(the.p, baseline * (the.s + outside)) == pytest.approx(0, abs=1e-12)
+
+
 def test_gate_ignores_padding_and_closes_on_nan():
     log_ratio, kl = np.full((2, 3), 0.1), np.full((2, 3), 0.01)
     mask = np.array([[True, True, False], [True, True, True]])
@@ -474,8 +484,8 @@ def test_clopper_pearson_inverts_the_binomial_tail():
 
 def test_rollouts_needed_is_the_smallest_number():
     n = certify.rollouts_needed(0.2, 3.0, 0.05, 0.05)
-    assert certify._bernstein_radius(0.2, 3.0, n, 0.05) <= 0.05
-    assert certify._bernstein_radius(0.2, 3.0, n - 1, 0.05) > 0.05
+    assert certify.bernstein_radius(0.2, 3.0, n, 0.05) <= 0.05
+    assert certify.bernstein_radius(0.2, 3.0, n - 1, 0.05) > 0.05
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-9, 0.01, 0.4, 0.999, 1.0])
