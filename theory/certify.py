@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.special import logsumexp, xlog1py, xlogy
-from scipy.stats import beta, norm
+from scipy.stats import beta
+from scipy.stats import t as student
 
 from theory import checks
 from theory.bounds import sharp
@@ -225,10 +226,10 @@ def clopper_pearson(hits: int, n: int, alpha: float) -> Interval:
 def clt(values: ArrayLike, alpha: float) -> Interval:
     """Normal-approximation bounds on a mean: asymptotic, no finite-sample guarantee.
 
-    radius = z_{1-alpha} sd / sqrt(n)
+    radius = t_{1-alpha, n-1} sd / sqrt(n),  Student's quantile
 
-    Assumes a finite variance and n large; log-weights are heavy-tailed, so treat it as an estimate.
-    Unit of the values.
+    Assumes a finite variance and n large (exact for normal values at every n); log-weights are
+    heavy-tailed, so treat it as an estimate. Unit of the values.
 
     Args:
         values: n >= 2 independent draws.
@@ -250,8 +251,8 @@ def clt(values: ArrayLike, alpha: float) -> Interval:
     _alpha(alpha)
     x = _sample(values)
     mean = float(x.mean())
-    radius = float(norm.ppf(1 - alpha)) * float(x.std(ddof=1)) / math.sqrt(x.size)
-    return Interval(mean, mean - radius, mean + radius, alpha, "CLT (asymptotic)", False)
+    radius = float(student.ppf(1 - alpha, x.size - 1)) * float(x.std(ddof=1)) / math.sqrt(x.size)
+    return Interval(mean, mean - radius, mean + radius, alpha, "Student t (asymptotic)", False)
 
 
 _BETS = 2.0 ** -np.arange(8.0)
@@ -357,7 +358,8 @@ class Certificate:
 
     Attributes:
         name: stable name.
-        lower_bound: in reward units; improvement is certified when it is > 0.
+        lower_bound: in reward units, at least minus the reward's span; improvement is certified
+            when it is > 0.
         confidence: probability over the rollouts with which it holds.
         finite_sample: False when the normal approximation was used.
         rigorous: False when the inputs void the theorem.
@@ -388,13 +390,22 @@ def _certificate(
     finite: bool,
     held_out: bool,
     anchor: str,
+    span: float,
     parts: dict[str, float],
 ) -> Certificate:
+    """Make the record; a gain is never below minus the reward's span, whatever the data say."""
     label = "guarantee" if finite else "asymptotic"
     if not held_out:
         label = "not a guarantee: the rollouts are the batch that the policy was trained on"
     return Certificate(
-        name, lower, 1 - alpha, finite, held_out, label, f"ours, docs/theory.md#{anchor}", parts
+        name,
+        max(lower, -span),
+        1 - alpha,
+        finite,
+        held_out,
+        label,
+        f"ours, docs/theory.md#{anchor}",
+        parts,
     )
 
 
@@ -475,10 +486,12 @@ def log_certificate(
         >>> log_certificate([1.0] * 100, [0.1] * 100).label
         'asymptotic'
     """
-    r, _ = _rewards(reward, reward_range)
+    r, span = _rewards(reward, reward_range)
     interval = clt(log_statistic(r, log_weight), alpha)
     parts = {"estimate": interval.estimate, "radius": interval.estimate - interval.lower}
-    return _certificate("log", interval.lower, alpha, False, held_out, "log-certificate", parts)
+    return _certificate(
+        "log", interval.lower, alpha, False, held_out, "log-certificate", span, parts
+    )
 
 
 def sequence_mask_certificate(
@@ -549,6 +562,7 @@ def sequence_mask_certificate(
         interval.finite_sample,
         held_out,
         "mask-certificate",
+        span,
         parts,
     )
 
@@ -607,7 +621,7 @@ def truncated_weight_certificate(
         "rollouts": float(r.size),
     }
     return _certificate(
-        "truncated_weight", interval.lower, alpha, True, held_out, "weight-certificate", parts
+        "truncated_weight", interval.lower, alpha, True, held_out, "weight-certificate", span, parts
     )
 
 
@@ -859,6 +873,7 @@ def frozen_certificate(
         surrogate.finite_sample and divergence.finite_sample,
         held_out,
         "frozen-policy",
+        span,
         parts,
     )
 
@@ -915,7 +930,7 @@ def seq_kl_certificate(
         "seq_kl": float(total.mean()),
         "radius": interval.estimate - interval.lower,
     }
-    return _certificate("seq_kl", interval.lower, alpha, False, held_out, "seqkl", parts)
+    return _certificate("seq_kl", interval.lower, alpha, False, held_out, "seqkl", span, parts)
 
 
 def rejection_quantile(accepted: int, n: int, alpha: float = 0.05) -> Interval:

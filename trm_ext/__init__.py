@@ -5,6 +5,7 @@ Logits in, per-token divergences out; divergences in, a verdict per sequence out
 """
 
 from trm_ext import estimators, weights
+from trm_ext.calibration import Calibration, calibrate
 from trm_ext.certification import Certification, GateConstants, Verdict, certify
 from trm_ext.divergence import TokenDivergence, token_divergence
 from trm_ext.estimators import abs_log_ratio, binary_kl, binary_tv, k1, k2, k3, log_ratio
@@ -89,6 +90,8 @@ __all__ = [
     "as_floats",
     "effective_sample_size",
     "threshold_for_acceptance",
+    "calibrate",
+    "Calibration",
     "certify",
     "Certification",
     "GateConstants",

@@ -300,7 +300,8 @@ def certify(
             everything is labelled "optimistic: same data" and nothing is CERTIFIED.
         reward_range: [a, b], declared and not read off the data.
         alpha: failure probability of each one-sided statement.
-        horizon: largest possible number of tokens of a sequence; None when unknown.
+        horizon: largest possible number of tokens of a sequence; None when unknown (a file that
+            says ``max_new_tokens`` makes it known).
         constants: fixed before looking at the rollouts; None takes the defaults; ``"split"``
             chooses them on every fourth sequence, and certifies on the others.
         primary: which certificate decides; choose it before looking at the rollouts.
@@ -387,6 +388,9 @@ def certify_statistics(
         raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha}")
     if primary not in _PRIMARIES:
         raise ValueError(f"primary must be one of {', '.join(_PRIMARIES)}, got {primary!r}")
+    declared = statistics.extra.get("max_new_tokens")
+    if horizon is None and isinstance(declared, int):
+        horizon = declared
     whole = _batch(statistics, low, high, horizon)
     fixed = constants if isinstance(constants, GateConstants) else GateConstants()
     batch, origin, num_split = whole, "fixed beforehand", 0
@@ -786,7 +790,7 @@ def _mean_interval(values: Array, alpha: float) -> Interval:
     if np.isfinite(values).all():
         return math_.clt(values, alpha)
     mean = float("nan") if np.isnan(values).any() else float(values.mean())
-    return math_.Interval(mean, mean, mean, alpha, "CLT (asymptotic)", False)
+    return math_.Interval(mean, mean, mean, alpha, "Student t (asymptotic)", False)
 
 
 def _judge_finite(

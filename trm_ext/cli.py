@@ -142,6 +142,32 @@ def _certify(arguments: argparse.Namespace) -> None:
             print(f"written to {arguments.out.resolve()}")
 
 
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from trm_ext.audit import write_folder, write_json
+    from trm_ext.calibration import as_dict, calibrate
+    from trm_ext.report.calibration import print_calibration
+
+    with _bar(arguments, "calibrate", "tokens") as progress:
+        result = calibrate(
+            arguments.files,
+            thresholds=arguments.max_kl,
+            target_acceptance=arguments.acceptance,
+            horizon=arguments.horizon,
+            alpha=arguments.alpha,
+            chunk_rows=arguments.chunk_rows,
+            progress=progress,
+        )
+    document = as_dict(result)
+    if arguments.out is not None:
+        write_folder(arguments.out, {"calibration.json": lambda path: write_json(path, document)})
+    if arguments.format == "json":
+        _print_json(document)
+    else:
+        print_calibration(result, sys.stdout)
+        if arguments.out is not None:
+            print(f"written to {arguments.out.resolve()}")
+
+
 def _record(arguments: argparse.Namespace) -> None:
     from trm_ext.record import PROMPTS, record
 
@@ -149,12 +175,14 @@ def _record(arguments: argparse.Namespace) -> None:
         lines = arguments.prompt_file.read_text(encoding="utf-8").splitlines()
         prompts = tuple(line for line in lines if line.strip())
     else:
-        prompts = PROMPTS[: arguments.prompts]
+        prompts = PROMPTS[: arguments.prompts or 4]
     with _bar(arguments, f"record {arguments.engine}", "sequences") as progress:
         done = record(
             arguments.engine,
             arguments.out,
+            pair=arguments.pair,
             prompts=prompts,
+            samples=arguments.samples,
             max_new_tokens=arguments.max_new_tokens,
             temperature=arguments.temperature,
             seed=arguments.seed,
@@ -166,11 +194,25 @@ def _record(arguments: argparse.Namespace) -> None:
 
 def _demo(arguments: argparse.Namespace) -> None:
     from trm_ext.demo import print_demo, run_demo
+    from trm_ext.pairs import print_pairs, run_pairs
 
+    if arguments.pairs:
+        with _bar(arguments, "pairs", "sequences") as progress:
+            pairs = run_pairs(
+                arguments.out / "pairs",
+                prompts=arguments.prompts or 8,
+                samples=arguments.samples,
+                max_new_tokens=arguments.max_new_tokens,
+                seed=arguments.seed,
+                announce=_announce,
+                progress=progress,
+            )
+        print_pairs(pairs, sys.stdout)
+        return
     with _bar(arguments, "demo", "sequences") as progress:
         demo = run_demo(
             arguments.out,
-            prompts=arguments.prompts,
+            prompts=arguments.prompts or 4,
             max_new_tokens=arguments.max_new_tokens,
             max_kl=arguments.max_kl,
             seed=arguments.seed,
@@ -332,19 +374,69 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_chunk_rows(certify)
 
+    calibrate = verb(
+        "calibrate",
+        _calibrate,
+        "noise floor of an engine pair, and what each threshold keeps and can say",
+        "Read one or more rollout-pair files (or statistics). Files recorded with\n"
+        "trm record --pair noise-floor give the floor, the others the acceptance by threshold and\n"
+        "length. Two files with the same tokens (two machines, two kernels) are compared token by\n"
+        "token. Warns when a threshold lies below the floor.",
+        bar,
+    )
+    calibrate.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files to read")
+    calibrate.add_argument(
+        "--max-kl",
+        type=_threshold,
+        action="append",
+        default=[],
+        metavar="NATS",
+        help="a threshold to judge, in addition to a grid; may be repeated",
+    )
+    calibrate.add_argument(
+        "--acceptance",
+        type=float,
+        default=0.9,
+        metavar="P",
+        help="share of sequences to keep (default: %(default)s)",
+    )
+    calibrate.add_argument(
+        "--horizon", type=_positive, metavar="T", help="largest possible length, if it is known"
+    )
+    calibrate.add_argument(
+        "--alpha",
+        type=float,
+        default=0.05,
+        metavar="P",
+        help="failure probability of upper limits (default: %(default)s)",
+    )
+    _add_format(calibrate)
+    calibrate.add_argument(
+        "--out", type=Path, metavar="DIR", help="also write calibration.json there"
+    )
+    _add_chunk_rows(calibrate)
+
     record = verb(
         "record",
         _record,
         "sample from an engine and write a rollout-pair file",
-        "Let an engine sample from SmolLM2-135M, score the same tokens in torch float32, and\n"
-        "write both sides' full logits. The first run converts the model and keeps it under\n"
-        "$TRM_CACHE (default: the user's cache folder).",
+        "Let an engine sample from SmolLM2-135M, score the same tokens in torch float32 (or in\n"
+        "the same engine, which shows its noise floor), and write both sides' full logits and a\n"
+        "reward, the share of distinct words. The first run converts the model and keeps it\n"
+        "under $TRM_CACHE (default: the user's cache folder).",
         bar,
     )
     record.add_argument(
         "--engine", required=True, metavar="NAME", help=f"one of: {', '.join(names())}"
     )
     record.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    record.add_argument(
+        "--pair",
+        choices=("train", "noise-floor"),
+        default="train",
+        help="who scores the sampled tokens: torch float32, or the same engine in one pass "
+        "(default: %(default)s)",
+    )
     _add_sampling(record)
     record.add_argument(
         "--prompt-file",
@@ -366,8 +458,14 @@ def _parser() -> argparse.ArgumentParser:
         "the whole walk on a real model: two engines, one table",
         "Record and audit SmolLM2-135M on two engines, one badly off (CTranslate2 int8) and one\n"
         "nearly exact (CTranslate2 float32), against torch float32. Ends with one table: the\n"
-        "exact KL, and beside it what the sampled token alone would have said.",
+        "exact KL, and beside it what the sampled token alone would have said. With --pairs:\n"
+        "three engines and two stale policies, and what each pair can certify.",
         bar,
+    )
+    demo.add_argument(
+        "--pairs",
+        action="store_true",
+        help="the table of five pairs of policies with certificates, some minutes",
     )
     demo.add_argument(
         "--out",
@@ -461,9 +559,15 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts",
         type=_prompt_count,
-        default=4,
         metavar="N",
-        help="how many of the 8 built-in prompts (default: %(default)s)",
+        help="how many of the 8 built-in prompts (default: 4; 8 with --pairs)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="sequences per prompt (default: %(default)s)",
     )
     parser.add_argument(
         "--max-new-tokens",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record a rollout-pair file: let an engine sample, then let the training policy read along."""
+"""Record a rollout-pair file: let an engine sample, then let another policy read along."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 
@@ -25,6 +26,22 @@ PROMPTS = (
 )
 
 
+PAIRS = ("train", "noise-floor")
+REWARD = "distinct-words"
+
+
+class Policy(Protocol):
+    """What can read along: names itself, and scores given tokens in one pass."""
+
+    name: str
+    version: str
+    precision: str
+
+    def logits(self, prompt: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Return ``[T, V]`` raw logits; row t is the distribution of ``tokens[t]``."""
+        ...
+
+
 @dataclass(frozen=True)
 class Recording:
     """What :func:`record` wrote.
@@ -40,27 +57,49 @@ class Recording:
     tokens: int
 
 
+def distinct_words(text: str) -> float:
+    """The reward of every recording: distinct words / words, 0 without words, in [0, 1].
+
+    Words are what white space separates, in lower case. It needs no judge, is defined for every
+    text, and says something: a model that repeats itself scores low.
+
+    Example:
+        >>> distinct_words("The fox and the hound"), distinct_words("")
+        (0.8, 0.0)
+    """
+    words = text.lower().split()
+    return len(set(words)) / len(words) if words else 0.0
+
+
 def record(
     engine_name: str,
     path: str | os.PathLike[str],
     *,
+    pair: Literal["train", "noise-floor"] = "train",
+    train: Policy | None = None,
     prompts: Sequence[str] = PROMPTS[:4],
+    samples: int = 1,
     max_new_tokens: int = 64,
     temperature: float = 1.0,
     seed: int = 0,
     announce: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Recording:
-    """Sample from an engine, score the same tokens in torch float32, write both logits.
+    """Sample from an engine, score the same tokens with another policy, write both logits.
 
     Row t of both logits is the distribution that produced token t: the engine's own output when
     it sampled the token, and the training policy's output at the position before it. Sampling
-    uses the full vocabulary. The same arguments on the same machine give the same file.
+    uses the full vocabulary. The same arguments on the same machine give the same file. Each
+    sequence gets the reward :func:`distinct_words`; sequences of one prompt share a group id.
 
     Args:
         engine_name: one of :func:`trm_ext.engines.names`.
         path: the rollout-pair file to write; nothing is left there after an interrupt.
-        prompts: user messages; each becomes one sequence.
+        pair: who reads along. ``"train"``: the training policy. ``"noise-floor"``: the same engine,
+            in one pass over the tokens that it sampled one by one.
+        train: the training policy; None takes torch float32.
+        prompts: user messages.
+        samples: sequences per prompt, >= 1.
         max_new_tokens: at most this many tokens per sequence, >= 1.
         temperature: of the sampler, > 0; both sides are recorded with it.
         seed: of the sampler, >= 0.
@@ -76,6 +115,10 @@ def record(
     """
     if not prompts:
         raise ValueError("record needs at least one prompt, got none")
+    if pair not in PAIRS:
+        raise ValueError(f"pair must be one of {', '.join(PAIRS)}, got {pair!r}")
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if not 0 < temperature < float("inf"):
@@ -87,33 +130,52 @@ def record(
 
     say = announce or (lambda message: None)
     tokenizer = smollm2.load_tokenizer(say)
-    policy = torch_lm.load(precision="float32", seed=seed, announce=say)
     engine = engines.load(engine_name, seed=seed, announce=say)
+    loaded: torch_lm.TorchPolicy | None = None
+    reader: Policy
+    if pair == "noise-floor":
+        reader = engine
+    elif train is not None:
+        reader = train
+    else:
+        reader = loaded = torch_lm.load(precision="float32", seed=seed, announce=say)
+    side = " (prefill)" if pair == "noise-floor" else ""
     metadata = PairMetadata(
         rollout=PolicyRecord(engine.name, engine.version, engine.precision, temperature),
-        train=PolicyRecord(policy.name, policy.version, policy.precision, temperature),
+        train=PolicyRecord(reader.name + side, reader.version, reader.precision, temperature),
         vocab_size=smollm2.VOCAB_SIZE,
         host_processor=host_processor(),
-        extra={"model": smollm2.NAME, "seed": seed, "prompts": list(prompts)},
+        extra={
+            "model": smollm2.NAME,
+            "seed": seed,
+            "prompts": list(prompts),
+            "max_new_tokens": max_new_tokens,
+            "reward": REWARD,
+            "pair": pair,
+        },
     )
     try:
         with RolloutPairWriter(path, metadata) as writer:
+            count = len(prompts) * samples
             if progress is not None:
-                progress(0, len(prompts))
-            for done, text in enumerate(prompts, start=1):
-                prompt = smollm2.chat_tokens(tokenizer, text)
+                progress(0, count)
+            for done in range(count):
+                prompt = smollm2.chat_tokens(tokenizer, prompts[done // samples])
                 rollout = engine.generate(
                     prompt, max_new_tokens=max_new_tokens, temperature=temperature
                 )
                 writer.append_sequence(
                     rollout.logits,
-                    policy.logits(prompt, rollout.tokens),
+                    reader.logits(prompt, rollout.tokens),
                     rollout.tokens,
+                    reward=distinct_words(smollm2.text(tokenizer, rollout.tokens)),
+                    group_id=done // samples,
                     prompt_tokens=torch.tensor(prompt, dtype=torch.int64),
                 )
                 if progress is not None:
-                    progress(done, len(prompts))
+                    progress(done + 1, count)
     finally:
         engine.close()
-        policy.close()
-    return Recording(path=Path(path), sequences=len(prompts), tokens=writer.num_tokens)
+        if loaded is not None:
+            loaded.close()
+    return Recording(path=Path(path), sequences=count, tokens=writer.num_tokens)

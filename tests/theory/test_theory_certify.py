@@ -416,15 +416,19 @@ def test_frozen_certificate_spends_a_third_of_alpha_on_each_term():
     assert c.lower_bound == pytest.approx(gain.lower - 2 * (error + worst), rel=1e-12)
 
 
-def test_asymptotic_certificates_use_the_one_sided_normal_quantile_and_the_span():
+def test_asymptotic_certificates_use_the_one_sided_student_quantile_and_the_span():
     rng = np.random.default_rng(5)
     reward, shift, kl = 1 + 2 * rng.random(400), rng.normal(0, 0.2, 400), rng.random(400) * 0.02
     c = certify.seq_kl_certificate(reward, shift, kl, alpha=0.05, reward_range=(1.0, 3.0))
     x = (reward - 1) * shift - 2 * kl
-    expected = x.mean() - 1.6448536269514722 * x.std(ddof=1) / 20
+    expected = x.mean() - 1.6486815337385 * x.std(ddof=1) / 20  # Student, 399 degrees of freedom
     assert c.lower_bound == pytest.approx(expected, rel=1e-12)
     interval = certify.clt(x, 0.05)
     assert interval.upper - interval.estimate == pytest.approx(interval.estimate - interval.lower)
+    two = certify.clt([0.0, 2.0], 0.05)
+    assert two.upper == pytest.approx(1 + math.tan(0.45 * math.pi), rel=1e-12)  # Cauchy quantile
+    hopeless = certify.seq_kl_certificate(reward, shift, kl + 50, reward_range=(1.0, 3.0))
+    assert hopeless.lower_bound == -2  # the span: no more can be lost
 
 
 def test_budget_gate_makes_the_range_useful_and_raw_sums_do_not():

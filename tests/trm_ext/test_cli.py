@@ -108,7 +108,7 @@ BAD = {
     "engine": (
         ["record", "--engine", "vllm", "--out", "OUT"],
         "unknown engine 'vllm'; the engines are ctranslate2-int8, ctranslate2-float32, "
-        "torch-bf16, llama-cpp",
+        "torch-bf16, torch-float32, llama-cpp",
     ),
     "prompts": (["demo", "--prompts", "9"], "expected a whole number from 1 to 8, got '9'"),
     "temperature": (

@@ -47,7 +47,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_unknown_engine_lists_the_names() -> None:
     message = (
         "unknown engine 'sglang'; the engines are ctranslate2-int8, ctranslate2-float32, "
-        "torch-bf16, llama-cpp"
+        "torch-bf16, torch-float32, llama-cpp"
     )
     with pytest.raises(UnknownEngineError, match=re.escape(message)):
         engines.load("sglang")

@@ -77,6 +77,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     monkeypatch.setattr(torch_lm, "load", lambda **rest: FakeEngine())
     monkeypatch.setattr(smollm2, "load_tokenizer", lambda announce=None: None)
     monkeypatch.setattr(smollm2, "chat_tokens", lambda tokenizer, text: [1] * (len(text) % 3 + 1))
+    monkeypatch.setattr(smollm2, "text", lambda tokenizer, tokens: "a b a b " * len(tokens))
     monkeypatch.setattr(smollm2, "VOCAB_SIZE", 4)
     return engine
 
