@@ -175,9 +175,9 @@ def calibrate(
 
     Files recorded as a noise floor (``trm record --pair noise-floor``: the same engine and the same
     weights twice) give the floor; the others give the acceptance. With noise-floor files alone,
-    their own acceptance is tabulated. Two files with the same tokens are compared row by row
-    instead, ``rollout`` with ``rollout`` and ``train`` with ``train``; the first file's rollout
-    logits against the second's are then the floor.
+    their own acceptance is tabulated. Two files with the same tokens, both of them floors or
+    neither, are compared row by row instead, each side with the same side; the first file's
+    rollout logits against the second's are then the floor.
 
     Args:
         paths: one or more rollout-pair files or files of statistics.
@@ -214,9 +214,9 @@ def calibrate(
         read_statistics(path, ("kl", "log_ratio"), chunk_rows=chunk_rows, progress=progress)
         for path in paths
     ]
-    floors = [_tokens(s) for s in found if s.extra.get("pair") == "noise-floor"]
-    pairs = [_tokens(s) for s in found if s.extra.get("pair") != "noise-floor"]
-    if len(paths) == 2 and _same_tokens(*found):
+    floors = [_tokens(s) for s in found if _is_floor(s)]
+    pairs = [_tokens(s) for s in found if not _is_floor(s)]
+    if len(paths) == 2 and _recorded_twice(*found):
         kind = "recorded twice"
         differences, floor = _compare(*paths, chunk_rows=chunk_rows, progress=progress)
         pairs, floors = [_tokens(found[0])], [floor]
@@ -337,9 +337,15 @@ def _tokens(statistics: TokenStatistics) -> _Tokens:
     return _Tokens(statistics.layout, kl, statistics.path)
 
 
-def _same_tokens(a: TokenStatistics, b: TokenStatistics) -> bool:
+def _is_floor(statistics: TokenStatistics) -> bool:
+    return statistics.extra.get("pair") == "noise-floor"
+
+
+def _recorded_twice(a: TokenStatistics, b: TokenStatistics) -> bool:
+    """The same tokens, and not as a pair and its floor, which one seed makes of the same tokens."""
     return (
-        a.tokens is not None
+        _is_floor(a) == _is_floor(b)
+        and a.tokens is not None
         and b.tokens is not None
         and torch.equal(a.tokens, b.tokens)
         and torch.equal(a.cu_seqlens, b.cu_seqlens)

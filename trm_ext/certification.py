@@ -89,10 +89,14 @@ class GateConstants:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            least = 1.0 if entry.name == "max_ratio" else 0.0
             value = getattr(self, entry.name)
-            if not least <= value < math.inf or (entry.name == "max_abs_log_weight" and value == 0):
-                raise ValueError(f"{entry.name} must be a finite number > {least:g}, got {value}")
+            least = 1.0 if entry.name == "max_ratio" else 0.0
+            strict = entry.name == "max_abs_log_weight"
+            if not least <= value < math.inf or (strict and value == 0):
+                sign = ">" if strict else ">="
+                raise ValueError(
+                    f"{entry.name} must be a finite number {sign} {least:g}, got {value}"
+                )
 
 
 @dataclass(frozen=True)
@@ -321,12 +325,13 @@ def certify(
     Source:
         docs/theory.md, sections 5.0 to 5.5; docs/certificates.md.
 
+    >>> from trm_ext import token_divergence
     >>> generator = torch.Generator().manual_seed(0)
     >>> x = torch.randn(400, 2, 5, generator=generator)
     >>> y = x + 0.2 * torch.randn(400, 2, 5, generator=generator)
     >>> tokens = torch.distributions.Categorical(logits=x).sample()
     >>> layout = SequenceLayout.from_lengths([2] * 400, padded_length=2)
-    >>> found = trm_ext.token_divergence(x, y, tokens=tokens, outputs=("kl", "log_ratio"))
+    >>> found = token_divergence(x, y, tokens=tokens, outputs=("kl", "log_ratio"))
     >>> certify(found, (tokens[:, 1] == 3).double(), layout, held_out=True).verdict.value
     'NOT_CERTIFIED'
     """
