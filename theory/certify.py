@@ -571,53 +571,53 @@ def truncated_weight_certificate(
     reward: ArrayLike,
     log_weight: ArrayLike,
     *,
-    max_log_weight: float,
+    max_weight: float,
     alpha: float = 0.05,
     reward_range: tuple[float, float] = (0.0, 1.0),
     held_out: bool = True,
 ) -> Certificate:
     """Certificate C0: the sequence weight itself, truncated from above.
 
-    J(train) - J(rollout) >= E[(R - a) (min(W, e^K) - 1)]
+    J(train) - J(rollout) >= E[(R - a) (min(W, C) - 1)]
 
-    Assumes fresh rollouts. The statistic lies in [-1, e^K - 1] (b - a), so empirical Bernstein
-    gives a finite-sample statement; K must be fixed before looking at the rollouts. Path by path
-    it is at least the statistic of :func:`sequence_mask_certificate` with the same K. A NaN
-    log-weight, missing evidence, counts as its worst case W = 0. Nats.
+    Assumes fresh rollouts. The statistic lies in [-1, C - 1] (b - a), so empirical Bernstein gives
+    a finite-sample statement; C must be fixed before looking at the rollouts. With C = 1 + K it is,
+    path by path, at least the statistic of :func:`sequence_mask_certificate`, in a range that is
+    not wider. A NaN log-weight, missing evidence, counts as its worst case W = 0. Nats.
 
     Args:
         reward: R per rollout.
         log_weight: log W per rollout, the sum of sampled log-ratios.
-        max_log_weight: K > 0.
+        max_weight: C > 1.
         alpha: failure probability.
         reward_range: [a, b].
         held_out: False when the rollouts were used to train the policy.
 
     Returns:
-        The certificate; ``parts["truncated"]`` is the share of rollouts with W > e^K.
+        The certificate; ``parts["truncated"]`` is the share of rollouts with W > C.
 
     Raises:
-        ValueError: on a reward outside the range, K <= 0, or bad shapes.
+        ValueError: on a reward outside the range, C <= 1, or bad shapes.
 
     Source: truncated importance sampling, Thomas et al. 2015; docs/theory.md#weight-certificate.
 
     Example:
-        >>> c = truncated_weight_certificate([1.0] * 5000, [0.1] * 5000, max_log_weight=0.5)
+        >>> c = truncated_weight_certificate([1.0] * 5000, [0.1] * 5000, max_weight=1.5)
         >>> c.certifies_improvement
         True
     """
     r, span = _rewards(reward, reward_range)
     weight = np.asarray(log_weight, dtype=np.float64)
-    if not 0 < max_log_weight < math.inf:
-        raise ValueError(f"max_log_weight must be a finite number > 0, got {max_log_weight}.")
+    if not 1 < max_weight < math.inf:
+        raise ValueError(f"max_weight must be a finite number > 1, got {max_weight}.")
     known = np.where(np.isnan(weight), -np.inf, weight)
-    step = np.expm1(np.minimum(known, max_log_weight))
-    interval = empirical_bernstein(r * step, -span, math.expm1(max_log_weight) * span, alpha)
+    step = np.expm1(np.minimum(known, math.log(max_weight)))
+    interval = empirical_bernstein(r * step, -span, (max_weight - 1) * span, alpha)
     radius = interval.estimate - interval.lower
     parts = {
         "estimate": interval.estimate,
         "radius": radius,
-        "truncated": float((known > max_log_weight).mean()),
+        "truncated": float((known > math.log(max_weight)).mean()),
         "rollouts": float(r.size),
     }
     return _certificate(

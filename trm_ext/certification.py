@@ -77,8 +77,8 @@ class GateConstants:
         max_ratio: C >= 1: ratios count as min(rho, C).
         shift_budget: b: the gate closes when abs of the running sum of (rho - 1) exceeds it.
         kl_budget: k, nats: the gate closes when the running sum of kl exceeds it.
-        max_abs_log_weight: K, nats: C0 counts W as min(W, e^K), and C2 also masks a sequence with
-            abs(log W) above it.
+        max_abs_log_weight: K, nats: C0 counts W as min(W, 1 + K), and C2 also masks a sequence
+            with abs(log W) above it.
     """
 
     max_kl: float = 0.05
@@ -155,6 +155,7 @@ class RolloutsNeeded:
 
     Attributes:
         truncated_weight: for C0 at finite samples.
+        sequence_mask: for C2 at finite samples.
         gate: for C3' at finite samples.
         seq_kl: for SeqKL with the normal approximation.
         radius: of the primary certificate now, reward units.
@@ -162,6 +163,7 @@ class RolloutsNeeded:
     """
 
     truncated_weight: int | None
+    sequence_mask: int | None
     gate: int | None
     seq_kl: int | None
     radius: float
@@ -205,6 +207,7 @@ class Certification:
         rollouts_needed: see there.
         accepted: share of sequences with every kl <= constants.max_kl.
         notes: what a reader of the numbers should know, one sentence each.
+        sequence_index: int64 ``[B]``, number of each sequence in the source; without the split's.
         rewards: float64 ``[B]``.
         sequence_tokens: int64 ``[B]``, tokens that count.
         sequence_kl: float64 ``[B]``, sum of kl.
@@ -244,6 +247,7 @@ class Certification:
     rollouts_needed: RolloutsNeeded
     accepted: float
     notes: tuple[str, ...]
+    sequence_index: torch.Tensor
     rewards: torch.Tensor
     sequence_tokens: torch.Tensor
     sequence_kl: torch.Tensor
@@ -286,7 +290,7 @@ def certify(
     """Say whether this update improves the expected reward, or what stands in the way.
 
     Lower limits of J(train) - J(rollout), a = the lowest reward, W = prod rho:
-    C0 E[(R-a)(min(W, e^K) - 1)]; C1 E[(R-a) log W]; C2 E[(R-a) M log W] - E[(R-a)(1-M)];
+    C0 E[(R-a)(min(W, 1 + K) - 1)]; C1 E[(R-a) log W]; C2 E[(R-a) M log W] - E[(R-a)(1-M)];
     C3' L~ - (b-a)(D~ + P~(hit)) of the policy that a budget gate freezes;
     SeqKL L' - (b-a) D_seq.
     C0, C2 and C3' at finite samples (empirical Bernstein, Clopper-Pearson), C1, C2, C3' and SeqKL
@@ -450,6 +454,7 @@ def certify_statistics(
         rollouts_needed=needed,
         accepted=float(batch.keep(fixed.max_kl).mean()),
         notes=(*statistics.notes, *_notes(batch, statistics, held_out)),
+        sequence_index=torch.from_numpy(batch.index),
         rewards=torch.from_numpy(batch.reward),
         sequence_tokens=torch.from_numpy(batch.mask.sum(1)),
         sequence_kl=torch.from_numpy(batch.sequence_kl),
@@ -475,8 +480,8 @@ def as_dict(result: Certification) -> dict[str, Any]:
         for name in Certification.__dataclass_fields__
         if name != "statistics" and not isinstance(getattr(result, name), torch.Tensor)
     }
-    arrays = ("rewards", "sequence_tokens", "sequence_kl", "sequence_max_kl", "sequence_shift")
-    columns = (*arrays, "sequence_log_weight", "keep", "hit")
+    arrays = ("index", "tokens", "kl", "max_kl", "shift", "log_weight")
+    columns = (*(f"sequence_{name}" for name in arrays), "rewards", "keep", "hit")
     statistics = result.statistics
     return {
         "schema_version": SCHEMA_VERSION,
@@ -545,7 +550,8 @@ class _Batch:
     def gain(self) -> Array:
         """One rollout's estimate of L'."""
         centred = self.shift + self.outside_total
-        return np.asarray((self.reward - self.low) * self.shift - self.baseline * centred)
+        with np.errstate(invalid="ignore"):  # an infinite ratio leaves NaN
+            return np.asarray((self.reward - self.low) * self.shift - self.baseline * centred)
 
     @cached_property
     def position_kl(self) -> Array:
@@ -719,7 +725,7 @@ def _finite(
     k = constants.max_abs_log_weight
     made = (
         math_.truncated_weight_certificate(
-            batch.reward, batch.log_weight, max_log_weight=k, **shared
+            batch.reward, batch.log_weight, max_weight=1 + k, **shared
         ),
         math_.sequence_mask_certificate(
             batch.reward,
@@ -745,13 +751,15 @@ def _asymptotic(
         "held_out": held_out,
     }
     made, missing = [], []
-    outside = np.isinf(batch.sequence_kl).any()
     unscored = int((np.isnan(batch.kl) | np.isnan(batch.ratio)).any(1).sum())
+    why = ""
     if unscored:
         why = f"KL or log-ratio is NaN in {unscored} of {len(batch.reward)} sequences"
-        missing += [("seq_kl", why), ("log", why)]
-    elif outside or not np.isfinite(batch.shift).all():
+    elif np.isinf(batch.kl).any():
         why = f"D_seq is infinite: {_violation(batch)}"
+    elif not np.isfinite(batch.shift).all() or not np.isfinite(batch.log_weight).all():
+        why = "the ratio of a sampled token is 0 or too large to sum"
+    if why:
         missing += [("seq_kl", why), ("log", why)]
     else:
         made.append(
@@ -835,7 +843,7 @@ def _judge_finite(
             "policy was trained on: certify on fresh rollouts (held_out)"
         )
     estimate = _estimate(decides)
-    more = getattr(needed, "gate" if decides.name == "frozen_drift" else "truncated_weight")
+    more = needed.gate if decides.name == "frozen_drift" else getattr(needed, decides.name)
     outlook = (
         "the estimate itself is not positive"
         if estimate <= 0
@@ -894,12 +902,14 @@ def _rollouts_needed(
 
     r, k = batch.reward - batch.low, constants.max_abs_log_weight
     known = np.where(np.isnan(batch.log_weight), -np.inf, batch.log_weight)
-    weight = r * np.expm1(np.minimum(known, k))
-    by_weight = None
-    if weight.mean() > 0:
-        by_weight = math_.rollouts_needed(
-            float(weight.var(ddof=1)), batch.span * math.exp(k), float(weight.mean()), alpha
-        )
+    keep = batch.keep(constants.max_kl) & (np.abs(known) <= k)
+
+    def count(statistic: Array, reach: float) -> int | None:
+        if not statistic.mean() > 0:
+            return None
+        variance, mean = float(statistic.var(ddof=1)), float(statistic.mean())
+        return math_.rollouts_needed(variance, batch.span * reach, mean, alpha)
+
     by_seq_kl = None
     x = batch.gain - batch.span * batch.sequence_kl
     if np.isfinite(x).all() and x.mean() > 0:
@@ -908,7 +918,8 @@ def _rollouts_needed(
     half = finite["frozen_drift"].parts.get("rollouts_to_halve_radius")
     parts = finite[primary].parts
     return RolloutsNeeded(
-        truncated_weight=by_weight,
+        truncated_weight=count(r * np.expm1(np.minimum(known, math.log1p(k))), 1 + k),
+        sequence_mask=count(math_.mask_statistic(r, known, keep), k + max(k, 1.0)),
         gate=_gate_rollouts(r, gate, batch.span, alpha),
         seq_kl=by_seq_kl,
         radius=parts["surrogate_radius" if primary == "frozen_drift" else "radius"],
@@ -959,8 +970,8 @@ def _split(batch: _Batch, alpha: float) -> tuple[GateConstants, _Batch, int]:
     known = np.where(np.isnan(chosen.log_weight), -np.inf, chosen.log_weight)
 
     def weight_limit(k: float) -> float:
-        x = r * np.expm1(np.minimum(known, k))
-        span = chosen.span * math.exp(k)
+        x = r * np.expm1(np.minimum(known, math.log1p(k)))
+        span = chosen.span * (1 + k)
         return float(x.mean()) - math_.bernstein_radius(float(x.var(ddof=1)), span, n, alpha)
 
     cap = max((0.05, 0.1, 0.2, 0.5, 1.0, 2.0), key=weight_limit)

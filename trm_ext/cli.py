@@ -362,7 +362,7 @@ def _parser() -> argparse.ArgumentParser:
         ("max-ratio", "the gate counts ratios as min(rho, this)"),
         ("shift-budget", "the gate closes when |sum (rho - 1)| exceeds it"),
         ("kl-budget", "nats: the gate closes when the sum of KL exceeds it"),
-        ("max-abs-log-weight", "nats: W counts as at most its exponential"),
+        ("max-abs-log-weight", "W counts as at most 1 + this; C2 masks |log W| above it"),
     ):
         certify.add_argument(f"--{option}", type=float, metavar="X", help=meaning)
     _add_format(certify)

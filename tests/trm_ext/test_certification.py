@@ -121,7 +121,7 @@ def test_every_number_of_a_ragged_batch() -> None:
     baseline = float(r.mean())
     expected = {
         ("truncated_weight", True): theory_certify.truncated_weight_certificate(
-            reward, log_weight, max_log_weight=0.7, **shared
+            reward, log_weight, max_weight=1.7, **shared
         ),
         ("sequence_mask", True): theory_certify.sequence_mask_certificate(
             reward, log_weight, kept, max_abs_log_weight=0.7, **shared
@@ -330,10 +330,10 @@ def test_rollouts_needed_are_the_fewest() -> None:
     n = made.rollouts_needed.truncated_weight
     assert n is not None and made.verdict is Verdict.NOT_CERTIFIED
     assert f"about {n} rollouts would do" in made.reasons[0]
-    x = reward.numpy() * np.expm1(np.minimum(made.sequence_log_weight.numpy(), 1.0))
+    x = reward.numpy() * (np.minimum(np.exp(made.sequence_log_weight.numpy()), 2.0) - 1)
 
     def radius(count: int) -> float:
-        return theory_certify.bernstein_radius(x.var(ddof=1), math.e, count, 0.05)
+        return theory_certify.bernstein_radius(x.var(ddof=1), 2.0, count, 0.05)
 
     assert radius(n) <= x.mean() < radius(n - 1)
     enough = certify(*coins(3 * n, 5, 0.5, 0.57, seed=1)[:3], held_out=True)
@@ -343,6 +343,8 @@ def test_rollouts_needed_are_the_fewest() -> None:
     assert (
         certify(*coins(3 * gate, 5, 0.5, 0.57, seed=2)[:3], held_out=True, primary="frozen_drift")
     ).verdict is Verdict.CERTIFIED
+    mask = enough.rollouts_needed.sequence_mask
+    assert mask is not None and mask >= enough.rollouts_needed.truncated_weight
     hopeless = certify(found, 1 - reward, layout, held_out=True).rollouts_needed
     assert (hopeless.truncated_weight, hopeless.gate, hopeless.seq_kl) == (None, None, None)
 
@@ -353,6 +355,7 @@ def test_a_split_chooses_on_every_fourth_and_certifies_on_the_others() -> None:
     assert (made.num_split, made.num_sequences) == (100, 300)
     assert made.constants_origin == "chosen on a split"
     rest = [b for b in range(400) if b % 4]
+    assert made.sequence_index.tolist() == rest
     assert torch.equal(made.rewards, batch["rewards"][rest])
     # the certificates are those of the others with these constants
     others = TokenDivergence(*(None if v is None else v[rest] for v in batch["divergence"]))
@@ -406,6 +409,19 @@ def test_a_support_violation_makes_seq_kl_vacuous_and_names_its_place() -> None:
     assert made.reasons[0].startswith("D_seq is infinite") and where in made.reasons[0]
     assert made.seq_kl.estimate == INF and made.bounds == () and made.bottleneck is None
     assert {name for name, _ in made.missing} == {"seq_kl", "log"}
+    json.dumps(as_dict(made), allow_nan=False)
+
+
+@pytest.mark.parametrize("value", [-INF, INF, 1e4])
+def test_a_ratio_that_no_sum_holds_leaves_the_sums_missing(value: float) -> None:
+    batch = noisy(n=30)
+    ratio = batch["divergence"].log_ratio.clone()
+    ratio[4, 0] = value
+    made = certify(**{**batch, "divergence": batch["divergence"]._replace(log_ratio=ratio)})
+    why = "the ratio of a sampled token is 0 or too large to sum"
+    assert [entry for entry in made.missing if entry[1] == why] == [("seq_kl", why), ("log", why)]
+    weight = made.sequence_log_weight[4]
+    assert limits(made)["truncated_weight", True] <= 1 and (weight > 1e3 or weight == -INF)
     json.dumps(as_dict(made), allow_nan=False)
 
 

@@ -97,8 +97,9 @@ def _print_prose(result: Certification, stream: TextIO) -> None:
         f"of D_seq, asymptotic); {number(result.min_certifiable_gain_finite)} for the deciding "
         f"limit at {result.num_sequences} rollouts",
         f"largest attainable L': {number(result.attainable)}",
-        f"rollouts needed: {_count(needed.truncated_weight)} for C0, {_count(needed.gate)} for "
-        f"C3', {_count(needed.seq_kl)} for SeqKL (asymptotic); half the gate's radius: "
+        f"rollouts needed: {_count(needed.truncated_weight)} for C0, "
+        f"{_count(needed.sequence_mask)} for C2, {_count(needed.gate)} for C3', "
+        f"{_count(needed.seq_kl)} for SeqKL (asymptotic); half the gate's radius: "
         f"{_count(needed.halve_gate_radius)}",
         f"constants {result.constants_origin}"
         + (f" of {result.num_split} rollouts" if result.num_split else "")
