@@ -368,7 +368,8 @@ def certify_file(
 
     Raises:
         RolloutPairError: the file is wrong.
-        ValueError: as :func:`certify`; the file has no rewards.
+        ValueError: as :func:`certify`; the file has no rewards, or its rollouts do not come from
+            its rollout logits (truncated sampling, raw logits).
     """
     outputs = [
         name for name in OUTPUTS if name not in ("entropy_rollout", "entropy_train", "logp_train")
@@ -634,6 +635,13 @@ def _batch(statistics: TokenStatistics, low: float, high: float, horizon: int | 
     """Check everything, and pad."""
     where = "" if statistics.path is None else f"{statistics.path}: "
     num_sequences = len(statistics.cu_seqlens) - 1
+    if statistics.rollout.truncated:
+        r = statistics.rollout
+        raise ValueError(
+            f"{where}sampling was truncated (top_k {r.top_k}, top_p {r.top_p}, min_p {r.min_p}) "
+            "but the rollout logits are raw: the rollouts do not come from their softmax, so no "
+            "certificate follows; record processed logits"
+        )
     if statistics.rewards is None:
         raise ValueError(f"{where}no rewards: a certificate is about the expected reward")
     reward = statistics.rewards.numpy()

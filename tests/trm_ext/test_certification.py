@@ -516,6 +516,18 @@ def test_a_file_without_rewards_is_one_sentence(tmp_path: Path) -> None:
         certify_file(tmp_path / "pair")
 
 
+def test_rollouts_of_another_law_than_their_logits_are_refused(tmp_path: Path) -> None:
+    for kind in ("raw", "processed"):
+        side = PolicyRecord("e", top_p=0.9, logits=kind)
+        with RolloutPairWriter(tmp_path / kind, PairMetadata(side)) as writer:
+            for reward in (0.0, 1.0):
+                x = torch.zeros(2, 4)
+                writer.append_sequence(x, x + x, torch.tensor([0, 1]), reward=reward)
+    with pytest.raises(ValueError, match=r"truncated \(top_k 0, top_p 0\.9, min_p 0\.0\) but the"):
+        certify_file(tmp_path / "raw")
+    assert certify_file(tmp_path / "processed").num_sequences == 2
+
+
 def test_gradients_and_low_precision_are_no_obstacle() -> None:
     batch = noisy(n=6)
     found = TokenDivergence(
