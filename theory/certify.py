@@ -70,6 +70,7 @@ class Interval:
         estimate: sample mean.
         lower: below the mean with probability >= 1 - alpha.
         upper: above the mean with probability >= 1 - alpha (both together: 1 - 2 alpha).
+        radius: of the inequality, before the limits are cut to the range; NaN where it has none.
         alpha: failure probability of each side.
         method: name of the inequality.
         finite_sample: False for the normal approximation.
@@ -81,6 +82,7 @@ class Interval:
     alpha: float
     method: str
     finite_sample: bool
+    radius: float = math.nan
 
 
 def _sample(values: ArrayLike, least: int = 2) -> Array:
@@ -148,9 +150,8 @@ def empirical_bernstein(values: ArrayLike, low: float, high: float, alpha: float
         )
     mean = float(x.mean())
     radius = bernstein_radius(float(x.var(ddof=1)), high - low, x.size, alpha)
-    return Interval(
-        mean, max(mean - radius, low), min(mean + radius, high), alpha, "empirical Bernstein", True
-    )
+    lower, upper = max(mean - radius, low), min(mean + radius, high)
+    return Interval(mean, lower, upper, alpha, "empirical Bernstein", True, radius)
 
 
 def rollouts_needed(variance: float, span: float, radius: float, alpha: float) -> int:
@@ -252,7 +253,8 @@ def clt(values: ArrayLike, alpha: float) -> Interval:
     x = _sample(values)
     mean = float(x.mean())
     radius = float(student.ppf(1 - alpha, x.size - 1)) * float(x.std(ddof=1)) / math.sqrt(x.size)
-    return Interval(mean, mean - radius, mean + radius, alpha, "Student t (asymptotic)", False)
+    lower, upper = mean - radius, mean + radius
+    return Interval(mean, lower, upper, alpha, "Student t (asymptotic)", False, radius)
 
 
 _BETS = 2.0 ** -np.arange(8.0)
@@ -488,7 +490,7 @@ def log_certificate(
     """
     r, span = _rewards(reward, reward_range)
     interval = clt(log_statistic(r, log_weight), alpha)
-    parts = {"estimate": interval.estimate, "radius": interval.estimate - interval.lower}
+    parts = {"estimate": interval.estimate, "radius": interval.radius}
     return _certificate(
         "log", interval.lower, alpha, False, held_out, "log-certificate", span, parts
     )
@@ -551,7 +553,7 @@ def sequence_mask_certificate(
         )
     parts = {
         "estimate": interval.estimate,
-        "radius": interval.estimate - interval.lower,
+        "radius": interval.radius,
         "accepted": float(kept.mean()),
         "rejected_reward": float((r * ~kept).mean()),
     }
@@ -613,10 +615,9 @@ def truncated_weight_certificate(
     known = np.where(np.isnan(weight), -np.inf, weight)
     step = np.expm1(np.minimum(known, math.log(max_weight)))
     interval = empirical_bernstein(r * step, -span, (max_weight - 1) * span, alpha)
-    radius = interval.estimate - interval.lower
     parts = {
         "estimate": interval.estimate,
-        "radius": radius,
+        "radius": interval.radius,
         "truncated": float((known > math.log(max_weight)).mean()),
         "rollouts": float(r.size),
     }
@@ -851,12 +852,12 @@ def frozen_certificate(
             float(sharp.dyadic(t, max_kl=delta, capped=True).value),
         )
     lower = surrogate.lower - span * (error + worst_hit)
-    radius = surrogate.estimate - surrogate.lower
+    radius = surrogate.radius
     parts = {
         "surrogate": surrogate.estimate,
         "surrogate_radius": radius,
         "seq_kl": divergence.estimate,
-        "seq_kl_radius": divergence.upper - divergence.estimate,
+        "seq_kl_radius": divergence.radius,
         "error_bound": error,
         "hit_rate": hits.estimate,
         "hit_bound": worst_hit,
@@ -928,7 +929,7 @@ def seq_kl_certificate(
     parts = {
         "surrogate": float(gain.mean()),
         "seq_kl": float(total.mean()),
-        "radius": interval.estimate - interval.lower,
+        "radius": interval.radius,
     }
     return _certificate("seq_kl", interval.lower, alpha, False, held_out, "seqkl", span, parts)
 

@@ -445,7 +445,7 @@ def certify_statistics(
         seq_kl=seq_kl,
         seq_kl_lower=seq_kl_lower,
         min_certifiable_gain=math.nan if degenerate else batch.span * seq_kl.upper,
-        min_certifiable_gain_finite=_estimate(decides) - decides.lower_bound,
+        min_certifiable_gain_finite=_allowance(decides, batch.span),
         attainable=attainable,
         certificates=(*finite.values(), *asymptotic.values()),
         primary_name=primary,
@@ -804,6 +804,14 @@ def _estimate(certificate: Certificate) -> float:
     return parts["estimate"] if "estimate" in parts else parts["surrogate"]
 
 
+def _allowance(certificate: Certificate, span: float) -> float:
+    """What the estimate of a certificate must exceed: its radius and error terms."""
+    parts = certificate.parts
+    if "radius" in parts:
+        return parts["radius"]
+    return parts["surrogate_radius"] + span * (parts["error_bound"] + parts["hit_bound"])
+
+
 def _mean_interval(values: Array, alpha: float) -> Interval:
     """The normal approximation, with infinite and missing values kept as they are."""
     from theory import certify as math_
@@ -811,7 +819,7 @@ def _mean_interval(values: Array, alpha: float) -> Interval:
     if np.isfinite(values).all():
         return math_.clt(values, alpha)
     mean = float("nan") if np.isnan(values).any() else float(values.mean())
-    return math_.Interval(mean, mean, mean, alpha, "Student t (asymptotic)", False)
+    return math_.Interval(mean, mean, mean, alpha, "Student t (asymptotic)", False, 0.0)
 
 
 def _judge_finite(

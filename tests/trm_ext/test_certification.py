@@ -250,6 +250,25 @@ def test_each_certificate_can_decide() -> None:
         certify(found, reward, layout, primary="x")  # type: ignore[arg-type]
 
 
+def test_the_smallest_certifiable_gain_is_what_the_estimate_must_exceed() -> None:
+    for n in (10, 4000):  # with ten rollouts every limit is cut to the range
+        found, reward, layout, _ = coins(n, 5, 0.5, 0.6)
+        for name in ("truncated_weight", "sequence_mask", "frozen_drift"):
+            made = certify(found, reward, layout, held_out=True, primary=name)  # type: ignore[arg-type]
+            parts = made.primary.parts
+            estimate = parts.get("estimate", parts.get("surrogate", NAN))
+            least = made.min_certifiable_gain_finite
+            assert (made.primary.lower_bound > 0) == (estimate > least)
+            assert made.primary.lower_bound == pytest.approx(max(estimate - least, -1), abs=1e-12)
+            assert made.rollouts_needed.radius <= least
+    assert made.min_certifiable_gain_finite > 0
+    few = certify(*coins(10, 5, 0.5, 0.6)[:3], held_out=True)
+    variance = np.var(few.rewards.numpy() * (np.exp(few.sequence_log_weight.numpy()) - 1), ddof=1)
+    log_term = math.log(2 / 0.05)
+    radius = math.sqrt(2 * variance * log_term / 10) + 7 * 2 * log_term / (3 * 9)
+    assert few.min_certifiable_gain_finite == pytest.approx(radius, rel=1e-9)
+
+
 def test_a_reward_range_moves_and_scales_everything() -> None:
     one = certify(**noisy(n=60))
     batch = noisy(n=60)
