@@ -13,11 +13,12 @@ import torch
 
 from trm_ext.audit import write_json
 from trm_ext.certification import Certification, as_dict, certify_file
-from trm_ext.record import PROMPTS, distinct_words, record
+from trm_ext.record import PROMPTS, distinct_words, record, rescore
 from trm_ext.report.table import number, print_table
 
 THRESHOLDS = (1e-3, 1e-2, 1e-1)
 LEARNING_RATES = (1e-6, 1e-5)
+TRAINING_TOKENS = 32  # of each rollout that the stale policies are trained on
 PAIRS = (
     ("ctranslate2-float32", None),
     ("torch-bf16", None),
@@ -75,7 +76,7 @@ def run_pairs(
 
     say = announce or (lambda message: None)
     base = Path(folder)
-    batch = None
+    batch, sampled = None, None
     results: dict[str, Certification] = {}
     for index, (engine, rate) in enumerate(PAIRS):
 
@@ -91,21 +92,26 @@ def run_pairs(
             train = torch_lm.load(precision="float32", seed=seed + 1, announce=say)
             if batch is None:
                 say("sampling the batch that the stale policies are trained on")
-                batch = _training_batch(train, prompts, max_new_tokens)
+                batch = _training_batch(train, prompts)
             train.policy_gradient_step(*batch, rate)
             train.name = f"torch after one AdamW step, lr {rate:g}"
         try:
-            record(
-                engine,
-                target / "pair.safetensors",
-                train=train,
-                prompts=PROMPTS[:prompts],
-                samples=samples,
-                max_new_tokens=max_new_tokens,
-                seed=seed,
-                announce=say,
-                progress=advance,
-            )
+            if train is not None and sampled is not None:  # one engine, one seed: the same rollouts
+                rescore(sampled, target / "pair.safetensors", train, advance)
+            else:
+                record(
+                    engine,
+                    target / "pair.safetensors",
+                    train=train,
+                    prompts=PROMPTS[:prompts],
+                    samples=samples,
+                    max_new_tokens=max_new_tokens,
+                    seed=seed,
+                    announce=say,
+                    progress=advance,
+                )
+            if train is not None:
+                sampled = target / "pair.safetensors"
         finally:
             if train is not None:
                 train.close()
@@ -155,7 +161,7 @@ def print_pairs(pairs: Pairs, stream: TextIO) -> None:
 
 
 def _training_batch(
-    policy: Any, prompts: int, max_new_tokens: int
+    policy: Any, prompts: int
 ) -> tuple[list[tuple[list[int], torch.Tensor]], torch.Tensor]:
     """Rollouts of a policy, and their advantages: reward minus the mean reward."""
     from trm_ext.engines import smollm2
@@ -164,7 +170,7 @@ def _training_batch(
     samples, rewards = [], []
     for text in PROMPTS[:prompts]:
         prompt = smollm2.chat_tokens(tokenizer, text)
-        tokens = policy.generate(prompt, max_new_tokens=max_new_tokens, temperature=1.0).tokens
+        tokens = policy.generate(prompt, max_new_tokens=TRAINING_TOKENS, temperature=1.0).tokens
         samples.append((prompt, tokens.clone()))
         rewards.append(distinct_words(smollm2.text(tokenizer, tokens)))
     reward = torch.tensor(rewards, dtype=torch.float64)

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
 from trm_ext import engines
-from trm_ext.io import PairMetadata, PolicyRecord, RolloutPairWriter, host_processor
+from trm_ext.io import (
+    PairMetadata,
+    PolicyRecord,
+    RolloutPairError,
+    RolloutPairReader,
+    RolloutPairWriter,
+    host_processor,
+)
 
 PROMPTS = (
     "Write three sentences about the sea at night.",
@@ -179,3 +186,50 @@ def record(
         if loaded is not None:
             loaded.close()
     return Recording(path=Path(path), sequences=count, tokens=writer.num_tokens)
+
+
+def rescore(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    train: Policy,
+    progress: Callable[[int, int], None] | None = None,
+) -> Recording:
+    """Write the same rollouts once more, with another policy reading along.
+
+    Args:
+        source: a rollout-pair file with prompts.
+        path: the file to write; nothing is left there after an interrupt.
+        train: the policy whose logits replace those of the source's train side.
+        progress: called with (sequences done, sequences in all).
+
+    Returns:
+        A :class:`Recording`.
+
+    Raises:
+        RolloutPairError: the source is wrong or has no prompts.
+    """
+    with RolloutPairReader(source) as pair:
+        if pair.prompt_tokens is None or pair.prompt_cu_seqlens is None:
+            raise RolloutPairError(f"{source}: no prompt_tokens, so nobody can read along")
+        side = replace(
+            pair.metadata.train,
+            engine=train.name,
+            version=train.version,
+            precision=train.precision,
+        )
+        bounds, prompts = pair.cu_seqlens.tolist(), pair.prompt_cu_seqlens.tolist()
+        with RolloutPairWriter(path, replace(pair.metadata, train=side)) as writer:
+            for b in range(pair.num_sequences):
+                tokens = pair.tokens[bounds[b] : bounds[b + 1]]
+                prompt = pair.prompt_tokens[prompts[b] : prompts[b + 1]]
+                writer.append_sequence(
+                    pair.padded_rows(bounds[b], bounds[b + 1])[0],
+                    train.logits(prompt.tolist(), tokens),
+                    tokens,
+                    reward=None if pair.rewards is None else float(pair.rewards[b]),
+                    group_id=None if pair.group_ids is None else int(pair.group_ids[b]),
+                    prompt_tokens=prompt,
+                )
+                if progress is not None:
+                    progress(b + 1, pair.num_sequences)
+    return Recording(path=Path(path), sequences=len(bounds) - 1, tokens=writer.num_tokens)

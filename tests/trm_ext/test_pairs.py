@@ -29,6 +29,11 @@ class FakePolicy:
     def generate(self, prompt: list[int], **rest: Any) -> Rollout:
         return Rollout(torch.tensor(prompt), torch.zeros(len(prompt), 4))
 
+    version, precision = "1", "float32"
+
+    def logits(self, prompt: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        return torch.randn(6, 9, generator=torch.Generator().manual_seed(2))
+
     def policy_gradient_step(self, samples: Any, advantages: torch.Tensor, rate: float) -> None:
         self.steps.append((samples, advantages, rate))
 
@@ -55,7 +60,9 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> list[FakePolicy]:
             for b in range(len(rest["prompts"]) * rest["samples"]):
                 x = torch.randn(6, 9, generator=rng)
                 y = x + noise * torch.randn(6, 9, generator=rng)
-                writer.append_sequence(x, y, torch.arange(6), reward=0.5 + b / 100)
+                prompt = torch.tensor([b])
+                reward = 0.5 + b / 100
+                writer.append_sequence(x, y, torch.arange(6), reward=reward, prompt_tokens=prompt)
 
     monkeypatch.setattr(torch_lm, "load", load)
     monkeypatch.setattr(pairs, "record", record)

@@ -13,8 +13,8 @@ import torch
 
 from trm_ext.audit import audit_file
 from trm_ext.engines import Rollout, UnknownEngineError
-from trm_ext.io import RolloutPairReader
-from trm_ext.record import PROMPTS, record
+from trm_ext.io import RolloutPairError, RolloutPairReader, RolloutPairWriter
+from trm_ext.record import PROMPTS, record, rescore
 
 ABSENT = [
     name
@@ -147,6 +147,34 @@ def test_another_training_policy_reads_along(tmp_path: Path, fake: FakeEngine) -
     with RolloutPairReader(tmp_path / "pair") as pair:
         assert pair.metadata.train.engine == "stale"
     assert policy.scored == 1 and not policy.closed  # it belongs to the caller
+
+
+def test_rescoring_changes_the_train_side_only(tmp_path: Path, fake: FakeEngine) -> None:
+    arguments: dict[str, Any] = {"prompts": ("ab", "abc"), "max_new_tokens": 5, "temperature": 0.5}
+    record("torch-bf16", tmp_path / "first", **arguments)
+    policy = FakeEngine()
+    policy.name, policy.version, policy.precision = "other", "2", "float32"
+    seen: list[tuple[int, int]] = []
+    policy.rows = lambda prompt, tokens: torch.full((len(tokens), 4), 1.0 * len(prompt))  # type: ignore[method-assign]
+    done = rescore(tmp_path / "first", tmp_path / "second", policy, lambda *now: seen.append(now))
+    assert (done.sequences, done.tokens, seen) == (2, 10, [(1, 2), (2, 2)])
+    with RolloutPairReader(tmp_path / "first") as a, RolloutPairReader(tmp_path / "second") as b:
+        for name in ("tokens", "cu_seqlens", "rewards", "group_ids", "prompt_tokens"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+        assert torch.equal(a.rows(0, 10)[0], b.rows(0, 10)[0])
+        assert b.rows(0, 10)[1].tolist() == [[3.0] * 4] * 5 + [[1.0] * 4] * 5
+        assert b.metadata.rollout == a.metadata.rollout and b.metadata.extra == a.metadata.extra
+        train = b.metadata.train
+        assert (train.engine, train.version, train.precision) == ("other", "2", "float32")
+        assert train.temperature == 0.5
+
+
+def test_rescoring_needs_prompts(tmp_path: Path) -> None:
+    with RolloutPairWriter(tmp_path / "pair") as writer:
+        writer.append_sequence(torch.zeros(1, 4), torch.zeros(1, 4), torch.tensor([0]))
+    with pytest.raises(RolloutPairError, match="no prompt_tokens, so nobody can read along"):
+        rescore(tmp_path / "pair", tmp_path / "again", FakeEngine())
+    assert not (tmp_path / "again").exists()
 
 
 def test_interrupted_recording_leaves_nothing(tmp_path: Path, fake: FakeEngine) -> None:
