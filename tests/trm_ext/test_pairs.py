@@ -60,7 +60,7 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> list[FakePolicy]:
             for b in range(len(rest["prompts"]) * rest["samples"]):
                 x = torch.randn(6, 9, generator=rng)
                 y = x + noise * torch.randn(6, 9, generator=rng)
-                prompt = torch.tensor([b])
+                prompt = torch.tensor([b % 9])
                 reward = 0.5 + b / 100
                 writer.append_sequence(x, y, torch.arange(6), reward=reward, prompt_tokens=prompt)
 
