@@ -411,6 +411,10 @@ def _certificate(
     )
 
 
+def _standard_error(values: Array) -> float:
+    return float(values.std(ddof=1)) / math.sqrt(values.size)
+
+
 def _rewards(reward: ArrayLike, reward_range: tuple[float, float]) -> tuple[Array, float]:
     low, high = reward_range
     if not low < high:
@@ -542,18 +546,19 @@ def sequence_mask_certificate(
     weight = np.asarray(log_weight, dtype=np.float64)
     kept = np.asarray(keep, dtype=bool)
     if max_abs_log_weight is None:
-        interval = clt(mask_statistic(r, weight, kept), alpha)
+        statistic = mask_statistic(r, weight, kept)
+        interval = clt(statistic, alpha)
     else:
         if not max_abs_log_weight > 0:
             raise ValueError(f"max_abs_log_weight must be > 0, got {max_abs_log_weight}.")
         k = float(max_abs_log_weight)
         kept = kept & (np.abs(weight) <= k)
-        interval = empirical_bernstein(
-            mask_statistic(r, weight, kept), -max(k, 1.0) * span, k * span, alpha
-        )
+        statistic = mask_statistic(r, weight, kept)
+        interval = empirical_bernstein(statistic, -max(k, 1.0) * span, k * span, alpha)
     parts = {
         "estimate": interval.estimate,
         "radius": interval.radius,
+        "standard_error": _standard_error(statistic),
         "accepted": float(kept.mean()),
         "rejected_reward": float((r * ~kept).mean()),
     }
@@ -618,6 +623,7 @@ def truncated_weight_certificate(
     parts = {
         "estimate": interval.estimate,
         "radius": interval.radius,
+        "standard_error": _standard_error(r * step),
         "truncated": float((known > math.log(max_weight)).mean()),
         "rollouts": float(r.size),
     }
@@ -856,6 +862,7 @@ def frozen_certificate(
     parts = {
         "surrogate": surrogate.estimate,
         "surrogate_radius": radius,
+        "standard_error": _standard_error(gain),
         "seq_kl": divergence.estimate,
         "seq_kl_radius": divergence.radius,
         "error_bound": error,

@@ -257,7 +257,7 @@ def calibrate(
         )
     asked = sorted({*GRID, *thresholds, *([target] if math.isfinite(target) else [])})
     rows = tuple(_row(x, maxima, pairs, lengths, floor_threshold, horizon, alpha) for x in asked)
-    first = found[0]
+    first = next((s for s in found if not _is_floor(s)), found[0])
     return Calibration(
         paths=tuple(Path(path) for path in paths),
         kind=kind,

@@ -860,15 +860,16 @@ def _judge_finite(
         )
     estimate = _estimate(decides)
     more = needed.gate if decides.name == "frozen_drift" else getattr(needed, decides.name)
-    outlook = (
-        "the estimate itself is not positive"
-        if estimate <= 0
-        else (
-            "the estimate does not exceed its error bound"
-            if more is None
-            else f"about {more} rollouts would do if mean and variance stay"
+    if estimate <= 0:
+        outlook = "the estimate itself is not positive"
+    elif more is None:
+        outlook = "the estimate does not exceed its error bound"
+    elif estimate <= 2 * decides.parts["standard_error"]:
+        outlook = (
+            f"about {more} rollouts if the estimate, within two standard errors of 0, is right"
         )
-    )
+    else:
+        outlook = f"about {more} rollouts would do if mean and variance stay"
     return Verdict.NOT_CERTIFIED, (
         f"the lower limit is {decides.lower_bound:.3g} ({decides.name}: estimate {estimate:.3g}, "
         f"radius {needed.radius:.3g}); {outlook}"

@@ -32,6 +32,7 @@ def make(
     seed: int = 0,
     lengths: tuple[int, ...] = LENGTHS,
     edit: Any = None,
+    engine: str = "engine",
     **extra: Any,
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Write a file; return both sides' logits and the kl of each sequence's tokens that count."""
@@ -44,7 +45,7 @@ def make(
     tokens = torch.arange(n) % V
     mask = torch.arange(n) % 11 != 5
     bounds = [0, *np.cumsum(lengths)]
-    with RolloutPairWriter(path, PairMetadata(PolicyRecord("engine"), extra=extra)) as writer:
+    with RolloutPairWriter(path, PairMetadata(PolicyRecord(engine), extra=extra)) as writer:
         for a, b in pairwise(bounds):
             writer.append_sequence(x[a:b], y[a:b], tokens[a:b], token_mask=mask[a:b])
     lp, lq = (log_softmax(z.double().numpy(), axis=-1) for z in (x, y))
@@ -92,7 +93,7 @@ def test_every_number_is_a_count(tmp_path: Path) -> None:
 
 
 def test_a_threshold_below_the_floor_is_warned_about(tmp_path: Path) -> None:
-    make(tmp_path / "pair", noise=0.3)
+    make(tmp_path / "pair", noise=0.3, engine="fast")
     _, _, floor = make(tmp_path / "floor", noise=0.1, seed=1, pair="noise-floor")
     made = calibrate(
         [tmp_path / "floor", tmp_path / "pair"], thresholds=[1e-4, 1.0], target_acceptance=1.0
@@ -101,6 +102,7 @@ def test_a_threshold_below_the_floor_is_warned_about(tmp_path: Path) -> None:
     assert made.kind == "engine pair" and made.floor_threshold == pytest.approx(top, rel=1e-5)
     assert made.floor is not None and made.floor.maximum == pytest.approx(top, rel=1e-5)
     assert len(made.warnings) == 1
+    assert made.rollout.engine == "fast"  # the pair's, not the floor's
     assert made.warnings[0].startswith(f"threshold 0.0001 lies below the noise floor {top:.3g}")
     assert all(row.below_floor == (row.max_kl < made.floor_threshold) for row in made.thresholds)
     # the floor alone

@@ -348,7 +348,12 @@ def test_rollouts_needed_are_the_fewest() -> None:
     made = certify(found, reward, layout, held_out=True)
     n = made.rollouts_needed.truncated_weight
     assert n is not None and made.verdict is Verdict.NOT_CERTIFIED
-    assert f"about {n} rollouts would do" in made.reasons[0]
+    assert f"about {n} rollouts would do if mean and variance stay" in made.reasons[0]
+    noise = certify(*coins(12, 5, 0.5, 0.505, seed=1)[:3], held_out=True)
+    error = noise.primary.parts["standard_error"]
+    assert 0 < noise.primary.parts["estimate"] < 2 * error
+    few = noise.rollouts_needed.truncated_weight
+    assert f"about {few} rollouts if the estimate, within two standard errors" in noise.reasons[0]
     x = reward.numpy() * (np.minimum(np.exp(made.sequence_log_weight.numpy()), 2.0) - 1)
 
     def radius(count: int) -> float:
