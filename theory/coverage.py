@@ -220,7 +220,7 @@ def _limits(case: Case, everything: Batch) -> dict[str, float]:
             )
         hit = certify.binary_kl_inverse(min(float(p @ gate.hit), 1.0), seq_kl)
         out[name] = float(p @ (reward * gate.shift)) - error - hit
-    return out
+    return {name: max(limit, -1.0) for name, limit in out.items()}  # as certificates are reported
 
 
 @dataclass(frozen=True)
