@@ -76,12 +76,15 @@ class Audit:
         vocab_size: real vocabulary size.
         rollout: how the rollout side was produced.
         train: how the train side was produced.
+        host_processor: where the logits were computed, as far as the file says.
+        extra: further metadata of the file (model, seed, prompts, ...).
         notes: what a reader of the numbers should know, one sentence each.
         tokens: int64 ``[N]``.
         cu_seqlens: int64 ``[B + 1]``.
         counted: bool ``[N]``, tokens that count.
         kl: ``[N]`` nats, exact KL(rollout || train), fp32 or fp64; 0 where not counted.
         log_ratio: float64 ``[N]``, log q(token) - log p(token); 0 where not counted.
+        logp_rollout: float64 ``[N]``, log p(token) nats; 0 where not counted; None when unknown.
     """
 
     path: Path
@@ -90,12 +93,15 @@ class Audit:
     vocab_size: int
     rollout: PolicyRecord
     train: PolicyRecord
+    host_processor: str
+    extra: Mapping[str, Any]
     notes: tuple[str, ...]
     tokens: torch.Tensor
     cu_seqlens: torch.Tensor
     counted: torch.Tensor
     kl: torch.Tensor
     log_ratio: torch.Tensor
+    logp_rollout: torch.Tensor | None
 
     @property
     def k3(self) -> torch.Tensor:
@@ -180,7 +186,7 @@ def audit_statistics(statistics: TokenStatistics, max_kl: float) -> Audit:
     kl, log_ratio = statistics.divergence.kl, statistics.divergence.log_ratio
     if statistics.path is None or kl is None or log_ratio is None:
         raise ValueError("an audit needs statistics that were read from a file, with kl, log_ratio")
-    tokens = statistics.tokens
+    logp_rollout, tokens = statistics.divergence.logp_rollout, statistics.tokens
     if tokens is None:
         tokens = torch.full(statistics.counted.shape, -1, dtype=torch.int64)
     return Audit(
@@ -190,12 +196,15 @@ def audit_statistics(statistics: TokenStatistics, max_kl: float) -> Audit:
         vocab_size=statistics.vocab_size or 0,
         rollout=statistics.rollout,
         train=statistics.train,
+        host_processor=statistics.host_processor,
+        extra=statistics.extra,
         notes=statistics.notes,
         tokens=tokens,
         cu_seqlens=statistics.cu_seqlens,
         counted=statistics.counted,
         kl=kl,
         log_ratio=log_ratio.double(),
+        logp_rollout=None if logp_rollout is None else logp_rollout.double(),
     )
 
 

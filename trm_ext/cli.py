@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = _parser().parse_args(argv)
+        arguments.command = shlex.join(["trm", *(sys.argv[1:] if argv is None else argv)])
     except SystemExit as stop:  # argparse has printed its sentence, or the help
         return int(stop.code or 0)
     if threading.current_thread() is threading.main_thread():
@@ -83,6 +85,7 @@ def _audit(arguments: argparse.Namespace) -> None:
     from trm_ext.audit import as_dict, audit_file, write_results
     from trm_ext.report.table import print_audit
 
+    text = _token_text(arguments)
     with _bar(arguments, "audit", "tokens") as progress:
         audit = audit_file(
             arguments.file,
@@ -92,12 +95,19 @@ def _audit(arguments: argparse.Namespace) -> None:
         )
     if arguments.out is not None:
         write_results(audit, arguments.out)
+    if arguments.html is not None:
+        from trm_ext.report.audit_page import audit_page
+        from trm_ext.report.page import write_page
+
+        write_page(arguments.html, audit_page(audit, text=text, command=arguments.command))
     if arguments.format == "json":
         _print_json(as_dict(audit))
     else:
         print_audit(audit, sys.stdout)
         if arguments.out is not None:
             print(f"written to {arguments.out.resolve()}")
+        if arguments.html is not None:
+            print(f"written to {arguments.html.resolve()}")
 
 
 def _certify(arguments: argparse.Namespace) -> None:
@@ -309,6 +319,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="also write audit.json and tokens.csv (one line per token) there, all or nothing",
     )
+    _add_html(audit)
     _add_chunk_rows(audit)
 
     certify = verb(
@@ -537,6 +548,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_html(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write one self-contained HTML page (no script, nothing fetched)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json, or its folder: the page shows tokens as text",
+    )
+
+
 def _add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
@@ -608,6 +634,21 @@ def _bar(arguments: argparse.Namespace, label: str, unit: str) -> Any:
 
     enabled = arguments.progress or sys.stderr.isatty()
     return ProgressBar(label, unit, sys.stderr, enabled)
+
+
+def _token_text(arguments: argparse.Namespace) -> Any:
+    """Check what was asked of the page before any long work; return the tokenizer, or None."""
+    if arguments.html is not None:
+        from trm_ext.report.page import check_target
+
+        check_target(arguments.html)
+    elif arguments.tokenizer is not None:
+        raise ValueError("--tokenizer is for the page: add --html FILE")
+    if arguments.tokenizer is None:
+        return None
+    from trm_ext.report.token_text import load_tokenizer
+
+    return load_tokenizer(arguments.tokenizer)
 
 
 def _announce(message: str) -> None:

@@ -42,6 +42,7 @@ class TokenStatistics:
         prompt_cu_seqlens: int64 ``[B + 1]``, or None.
         notes: what a reader of the numbers should know, one sentence each.
         extra: further metadata of the file (model, seed, prompts, ...).
+        host_processor: where the logits were computed, as far as the file says.
     """
 
     path: Path | None
@@ -58,6 +59,7 @@ class TokenStatistics:
     prompt_cu_seqlens: Tensor | None = None
     notes: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    host_processor: str = ""
 
     @property
     def layout(self) -> SequenceLayout:
@@ -132,6 +134,7 @@ def read_statistics(
             prompt_cu_seqlens=pair.prompt_cu_seqlens,
             notes=_notes(pair, counted, divergence.logp_rollout),
             extra=pair.metadata.extra,
+            host_processor=pair.metadata.host_processor,
         )
 
 
@@ -170,6 +173,7 @@ def write_statistics(path: str | os.PathLike[str], statistics: TokenStatistics) 
         rollout=statistics.rollout,
         train=statistics.train,
         vocab_size=statistics.vocab_size,
+        host_processor=statistics.host_processor,
         extra={**statistics.extra, "notes": list(statistics.notes)},
     )
     io.write_tensors(path, {n: t.detach().cpu() for n, t in tensors.items()}, metadata)
@@ -228,6 +232,7 @@ def _read_precomputed(path: Path) -> TokenStatistics:
         prompt_cu_seqlens=tensors.get("prompt_cu_seqlens"),
         notes=tuple(map(str, notes)) if isinstance(notes, list) else (),
         extra={key: value for key, value in metadata.extra.items() if key != "notes"},
+        host_processor=metadata.host_processor,
     )
 
 
