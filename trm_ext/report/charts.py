@@ -316,7 +316,7 @@ def strip(
         inside = part[counted[part]]
         left, right = float(part[0]), float(part[-1] + 1)
         if len(inside) == 0:
-            chart.bar(left, right, scale.low * (scale.high / scale.low) ** 0.06, style="hole")
+            chart.bar(left, right, scale.low * (scale.high / scale.low) ** 0.12, style="hole")
             continue
         worst = inside[np.argmax(np.where(np.isfinite(kl[inside]), kl[inside], math.inf))]
         value = float(kl[worst])
