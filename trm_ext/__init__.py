@@ -33,6 +33,7 @@ from trm_ext.masks import (
     verdict,
 )
 from trm_ext.metrics import batch_metrics, effective_sample_size, threshold_for_acceptance
+from trm_ext.monitor import Monitor
 from trm_ext.sharding import (
     STATE_COLUMNS,
     STATE_VERSION,
@@ -92,6 +93,7 @@ __all__ = [
     "threshold_for_acceptance",
     "calibrate",
     "Calibration",
+    "Monitor",
     "certify",
     "Certification",
     "GateConstants",
