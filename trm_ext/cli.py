@@ -104,10 +104,7 @@ def _audit(arguments: argparse.Namespace) -> None:
         _print_json(as_dict(audit))
     else:
         print_audit(audit, sys.stdout)
-        if arguments.out is not None:
-            print(f"written to {arguments.out.resolve()}")
-        if arguments.html is not None:
-            print(f"written to {arguments.html.resolve()}")
+        _print_written(arguments)
 
 
 def _certify(arguments: argparse.Namespace) -> None:
@@ -116,6 +113,7 @@ def _certify(arguments: argparse.Namespace) -> None:
     from trm_ext.report.certificate import print_certification
     from trm_ext.token_statistics import write_statistics
 
+    text = _token_text(arguments)
     given = {
         name: value
         for name in GateConstants.__dataclass_fields__
@@ -144,12 +142,16 @@ def _certify(arguments: argparse.Namespace) -> None:
                 "statistics.safetensors": lambda path: write_statistics(path, result.statistics),
             },
         )
+    if arguments.html is not None:
+        from trm_ext.report.certify_page import certify_page
+        from trm_ext.report.page import write_page
+
+        write_page(arguments.html, certify_page(result, text=text, command=arguments.command))
     if arguments.format == "json":
         _print_json(document)
     else:
         print_certification(result, sys.stdout)
-        if arguments.out is not None:
-            print(f"written to {arguments.out.resolve()}")
+        _print_written(arguments)
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
@@ -157,6 +159,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     from trm_ext.calibration import as_dict, calibrate
     from trm_ext.report.calibration import print_calibration
 
+    _check_page(arguments)
     with _bar(arguments, "calibrate", "tokens") as progress:
         result = calibrate(
             arguments.files,
@@ -170,12 +173,16 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     document = as_dict(result)
     if arguments.out is not None:
         write_folder(arguments.out, {"calibration.json": lambda path: write_json(path, document)})
+    if arguments.html is not None:
+        from trm_ext.report.calibrate_page import calibrate_page
+        from trm_ext.report.page import write_page
+
+        write_page(arguments.html, calibrate_page(result, command=arguments.command))
     if arguments.format == "json":
         _print_json(document)
     else:
         print_calibration(result, sys.stdout)
-        if arguments.out is not None:
-            print(f"written to {arguments.out.resolve()}")
+        _print_written(arguments)
 
 
 def _record(arguments: argparse.Namespace) -> None:
@@ -320,6 +327,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also write audit.json and tokens.csv (one line per token) there, all or nothing",
     )
     _add_html(audit)
+    _add_tokenizer(audit)
     _add_chunk_rows(audit)
 
     certify = verb(
@@ -383,6 +391,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="also write certificate.json and statistics.safetensors there, all or nothing",
     )
+    _add_html(certify)
+    _add_tokenizer(certify)
     _add_chunk_rows(certify)
 
     calibrate = verb(
@@ -425,6 +435,7 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--out", type=Path, metavar="DIR", help="also write calibration.json there"
     )
+    _add_html(calibrate)
     _add_chunk_rows(calibrate)
 
     record = verb(
@@ -555,6 +566,9 @@ def _add_html(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write one self-contained HTML page (no script, nothing fetched)",
     )
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -636,19 +650,30 @@ def _bar(arguments: argparse.Namespace, label: str, unit: str) -> Any:
     return ProgressBar(label, unit, sys.stderr, enabled)
 
 
-def _token_text(arguments: argparse.Namespace) -> Any:
-    """Check what was asked of the page before any long work; return the tokenizer, or None."""
+def _check_page(arguments: argparse.Namespace) -> None:
+    """Refuse a page that cannot be written before any long work."""
     if arguments.html is not None:
         from trm_ext.report.page import check_target
 
         check_target(arguments.html)
-    elif arguments.tokenizer is not None:
-        raise ValueError("--tokenizer is for the page: add --html FILE")
+
+
+def _token_text(arguments: argparse.Namespace) -> Any:
+    """Check what was asked of the page before any long work; return the tokenizer, or None."""
+    _check_page(arguments)
     if arguments.tokenizer is None:
         return None
+    if arguments.html is None:
+        raise ValueError("--tokenizer is for the page: add --html FILE")
     from trm_ext.report.token_text import load_tokenizer
 
     return load_tokenizer(arguments.tokenizer)
+
+
+def _print_written(arguments: argparse.Namespace) -> None:
+    for path in (arguments.out, arguments.html):
+        if path is not None:
+            print(f"written to {path.resolve()}")
 
 
 def _announce(message: str) -> None:

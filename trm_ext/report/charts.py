@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +13,18 @@ from numpy.typing import NDArray
 from trm_ext.report.page import Html, element, figure, join
 from trm_ext.report.svg import Chart, Scale, log_range
 
+if TYPE_CHECKING:
+    from trm_ext.calibration import ThresholdRow
+
 __all__ = [
+    "acceptance_by_length",
     "acceptance_curves",
     "decile_bars",
     "estimator_map",
     "kl_histogram",
     "position_profile",
     "sequence_dots",
+    "share_bars",
     "strip",
 ]
 
@@ -139,6 +145,66 @@ def acceptance_curves(
         if value > 0:
             chart.vertical(value, label, row=row % 3)
     return figure(chart.svg(), join(keys))
+
+
+def acceptance_by_length(
+    rows: Sequence[ThresholdRow], lengths: Sequence[int], marks: Sequence[tuple[float, str]]
+) -> Html:
+    """Share of sequences whose first tokens stay below a threshold, for a few lengths.
+
+    Args:
+        rows: of a calibration, thresholds ascending.
+        lengths: what ``acceptance_by_length`` of the rows belongs to.
+        marks: (threshold, label) of vertical lines.
+    """
+    scale = log_range([row.max_kl for row in rows])
+    chart = Chart(
+        scale,
+        Scale(0, 100),
+        "Share of sequences kept, by threshold and length",
+        x_label="threshold on the largest KL, nats",
+        y_label="% of sequences kept",
+    )
+    chosen = sorted({0, len(lengths) // 2, len(lengths) - 1})
+    keys: list[object] = []
+    for style, i in zip("abc", chosen, strict=False):
+        points = [
+            (row.max_kl, 100 * row.acceptance_by_length[i])
+            for row in rows
+            if row.max_kl > 0 and not math.isnan(row.acceptance_by_length[i])
+        ]
+        chart.line(points, style=style)
+        keys += [element("span", f"first {lengths[i]:,} tokens", style=f"key {style}"), "  "]
+    for row, (value, label) in enumerate(marks):
+        if value > 0:
+            chart.vertical(value, label, row=row % 3)
+    return figure(chart.svg(), join(keys))
+
+
+def share_bars(values: Array, x_label: str, y_label: str) -> Html:
+    """Values side by side as bars from 0; many are put together by their mean.
+
+    Args:
+        values: in order, >= 0.
+        x_label: what their order is.
+        y_label: what they are.
+    """
+    finite = np.where(np.isfinite(values), values, 0.0)
+    parts = np.array_split(np.arange(len(values)), min(_STRIP_BARS, len(values)) or 1)
+    parts = [part for part in parts if len(part)]
+    means = [float(finite[part].mean()) for part in parts]
+    chart = Chart(
+        Scale(0, max(len(values), 1)),
+        Scale(0, max(means, default=0.0) * 1.1 or 1.0),
+        f"{y_label} by {x_label}",
+        x_label=x_label,
+        y_label=y_label,
+    )
+    for part, mean in zip(parts, means, strict=True):
+        title = f"{part[0]} to {part[-1]}: {number(mean)}"
+        chart.bar(float(part[0]), float(part[-1] + 1), mean, title=title)
+    group = -(-len(values) // max(len(parts), 1))
+    return figure(chart.svg(), f"A bar is the mean of {group}." if group > 1 else "")
 
 
 def position_profile(position: NDArray[np.int64], kl: Array, limit: float) -> Html:

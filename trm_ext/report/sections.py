@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import platform
 from collections.abc import Mapping, Sequence
@@ -419,25 +420,26 @@ def turns(tokens: Tokens) -> Html:
 
 def reproduce(command: str, paths: Sequence[Path], tokens: Tokens) -> Html:
     """What to run to get the same page, and what it was run with."""
-    import hashlib
-
-    facts_ = _lib.describe()
-    capability = facts_.get("cpu", {})
-    sizes = ", ".join(f"{path.stat().st_size:,}" for path in paths if path.exists())
     digest = hashlib.sha256()
     for value in (tokens.layout.offsets, tokens.layout.token_mask, tokens.ids):
         if value is not None:
             digest.update(value.numpy().tobytes())
-    kernel = capability.get("capability", "") if isinstance(capability, Mapping) else ""
-    line = (
-        f"trm {trm_ext.__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {platform.machine()} {kernel}; {sizes} bytes; tokens sha256 "
-        f"{digest.hexdigest()[:16]}"
-    )
+    sizes = "".join(f"; {path.stat().st_size:,} bytes" for path in paths if path.exists())
+    line = f"{versions()}{sizes}; tokens sha256 {digest.hexdigest()[:16]}"
     return section(
         "Reproduce",
         paragraph(element("code", command)) if command else "",
         paragraph(line),
+    )
+
+
+def versions() -> str:
+    """What a reader needs to run the same code."""
+    cpu = _lib.describe().get("cpu")
+    kernel = cpu.get("capability", "") if isinstance(cpu, Mapping) else ""
+    return (
+        f"trm {trm_ext.__version__}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {platform.machine()} {kernel}".rstrip()
     )
 
 
