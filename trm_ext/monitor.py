@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class Monitor(torch.nn.Module):
     From their means follow D_seq, the surrogate gain L', and two lower limits of
     J(train) - J(rollout):
 
-    * SeqKL, ``L' - (b - a) D_seq``, over the window, by the normal approximation;
+    * SeqKL, ``L' - (b - a) D_seq``, over the window, asymptotic (Student's t);
     * C0, ``E[(R - a)(min(W, e^K) - 1)]``, over the newest step, at finite samples (empirical
       Bernstein). Rollouts of one step are independent given the policies; those of several steps
       are not, as each update depends on the steps before.
@@ -72,6 +73,7 @@ class Monitor(torch.nn.Module):
     rows: Tensor
     cursor: Tensor
     steps: Tensor
+    quantiles: Tensor
 
     def __init__(
         self,
@@ -83,6 +85,8 @@ class Monitor(torch.nn.Module):
         held_out: bool = False,
         group_size: int = 1,
     ) -> None:
+        from scipy.stats import t as student
+
         super().__init__()
         low, high = map(float, reward_range)
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
@@ -103,6 +107,10 @@ class Monitor(torch.nn.Module):
         self.register_buffer("rows", empty)  # step 0: nothing there yet
         self.register_buffer("cursor", torch.zeros((), dtype=torch.int64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        # Student's t for every number of rollouts that the window can hold, n - 1 from 1.
+        freedom = np.arange(1, window)
+        quantiles = torch.from_numpy(student.isf(self.alpha, freedom))
+        self.register_buffer("quantiles", quantiles, persistent=False)
         self.register_load_state_dict_pre_hook(_check_state)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
@@ -178,8 +186,8 @@ class Monitor(torch.nn.Module):
         ``trm/window/missing``                  rollouts with a NaN KL
         ``trm/window/seq_kl``, ``..._upper``    D_seq over the others, and its upper limit
         ``trm/window/surrogate``                L' = mean of (R - a) Σ (rho_t - 1)
-        ``trm/window/certificate_seq_kl``       lower limit of J(train) - J(rollout); normal
-                                                approximation, over the window
+        ``trm/window/certificate_seq_kl``       lower limit of J(train) - J(rollout), over the
+                                                window; asymptotic (Student's t)
         ``trm/step/rollouts``                   of the newest step
         ``trm/step/certificate_weight``         lower limit from C0; finite samples, newest step
         ======================================  ================================================
@@ -194,30 +202,24 @@ class Monitor(torch.nn.Module):
         Returns:
             A dict of 0-d float64 tensors, or of floats.
         """
-        from scipy.stats import norm
-
-        z = float(norm.isf(self.alpha))
         span = self.reward_range[1] - self.reward_range[0]
         step, keep, kl, gain, weight = self.rows.unbind(1)
         there = step > 0
         number = there.sum()
         missing = there & torch.isnan(kl)
-        mean_kl, radius_kl, _ = _mean(kl, there & ~missing, z)
-        mean_gain, _, _ = _mean(gain, there, z)
-        lower_seq_kl, radius, enough = _mean(gain - span * kl, there, z)
-        lower = torch.where(torch.isinf(lower_seq_kl), lower_seq_kl, lower_seq_kl - radius)
+        mean_kl, upper_kl = self._student(kl, there & ~missing, +1)
+        mean_gain, _ = self._student(gain, there, +1)
+        _, lower = self._student(gain - span * kl, there, -1)
         newest = there & (step == self.steps)
         found: dict[str, Tensor | float] = {
             "trm/window/rollouts": number.double(),
             "trm/window/steps": _distinct(step, there),
-            "trm/window/accepted": _mean(keep, there, z)[0],
+            "trm/window/accepted": self._student(keep, there, +1)[0],
             "trm/window/missing": missing.sum().double(),
             "trm/window/seq_kl": mean_kl,
-            "trm/window/seq_kl_upper": torch.where(
-                torch.isinf(mean_kl), mean_kl, mean_kl + radius_kl
-            ),
+            "trm/window/seq_kl_upper": upper_kl,
             "trm/window/surrogate": mean_gain,
-            "trm/window/certificate_seq_kl": torch.where(enough, lower, math.nan),
+            "trm/window/certificate_seq_kl": lower,
             "trm/step/rollouts": newest.sum().double(),
             "trm/step/certificate_weight": self._bernstein(weight, newest),
         }
@@ -230,8 +232,6 @@ class Monitor(torch.nn.Module):
             C0 of the newest step and SeqKL of the window, as :class:`theory.certify.Certificate`.
             Each is left out where :meth:`metrics` has NaN.
         """
-        import numpy as np
-
         from theory import certify
 
         rows = self.rows.cpu().numpy()
@@ -300,20 +300,30 @@ class Monitor(torch.nn.Module):
         """Lower limit of a mean by the empirical Bernstein inequality."""
         span = self.reward_range[1] - self.reward_range[0]
         number = where.sum().double()
-        mean, deviation, enough = _mean(values, where, 1.0)
+        mean, deviation = _mean(values, where)
         log_term = math.log(2 / self.alpha)
         width = math.exp(self.max_log_weight) * span
         radius = deviation * math.sqrt(2 * log_term) + 7 * width * log_term / (3 * (number - 1))
-        return torch.where(enough, (mean - radius).clamp(min=-span), math.nan)
+        return torch.where(number >= 2, (mean - radius).clamp(min=-span), math.nan)
+
+    def _student(self, values: Tensor, where: Tensor, side: int) -> tuple[Tensor, Tensor]:
+        """Mean, and its one-sided limit from Student's t; an infinite mean is its own limit."""
+        number = where.sum()
+        mean, deviation = _mean(values, where)
+        index = (number - 2).clamp(0, len(self.quantiles) - 1)
+        # gather, not indexing: a 0-d index is read by the host
+        quantile = self.quantiles.gather(0, index.reshape(1)).squeeze(0)
+        limit = torch.where(torch.isinf(mean), mean, mean + side * quantile * deviation)
+        return mean, torch.where(number >= 2, limit, math.nan)
 
 
-def _mean(values: Tensor, where: Tensor, z: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, ``z`` standard errors of it, and whether there are two values; NaN over nothing."""
+def _mean(values: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and its standard error; NaN over too few."""
     number = where.sum().double()
     chosen = torch.where(where, values, 0.0)
     mean = chosen.sum() / number
     squares = torch.where(where, (values - mean).square(), 0.0).sum()
-    return mean, z * (squares / (number - 1) / number).sqrt(), number >= 2
+    return mean, (squares / (number - 1) / number).sqrt()
 
 
 def _distinct(step: Tensor, where: Tensor) -> Tensor:

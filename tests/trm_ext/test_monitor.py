@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import norm
+from scipy.stats import t as student
 
 import trm_ext as trm
 from tests.trm_ext.test_masks import batch, layouts
@@ -56,7 +56,7 @@ def test_every_number_against_numpy(move):
     found = monitor.metrics(sync=True)
     steps = [per_rollout(*rollouts(seed), -1, 0.3) for seed in range(3)]
     rows = np.concatenate(steps)
-    n, z = len(rows), norm.ppf(0.9)
+    n, z = len(rows), student.ppf(0.9, len(rows) - 1)
     sequence = rows[:, 2] - 3 * rows[:, 1]
     weight = steps[-1][:, 3]
     log_term = math.log(20)

@@ -132,7 +132,7 @@ def _bounds(audit: Audit) -> Html:
     rows = []
     for name, value in (
         ("estimate", interval.estimate),
-        (f"upper {1 - _ALPHA:.0%} limit (normal approximation)", interval.upper),
+        (f"upper {1 - _ALPHA:.0%} limit (asymptotic)", interval.upper),
     ):
         tests = vacuity(value, longest, seq_kl=value)
         rows.append(

@@ -55,7 +55,7 @@ def _headline(result: Calibration) -> str:
     text = f"max KL ≤ {number(limit)} nats keeps {result.target_acceptance:.0%} of the sequences"
     if math.isnan(result.floor_threshold):
         return f"{text}; no file says what rounding alone does."
-    where = "below" if limit < result.floor_threshold else "not below"
+    where = "below" if limit < result.floor_threshold else "at or above"
     return (
         f"{text}; that is {where} the noise floor, where rounding alone needs "
         f"{number(result.floor_threshold)}."
@@ -94,7 +94,9 @@ def _distribution(result: Calibration) -> Html:
                 marks,
                 floor=floor if len(floor) and result.kind != "noise floor" else None,
             ),
-            charts.acceptance_by_length(result.thresholds, result.lengths, marks),
+            charts.acceptance_by_length(
+                result.sequence_max_kl.numpy(), result.thresholds, result.lengths, marks
+            ),
         ),
     )
 

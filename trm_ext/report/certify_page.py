@@ -94,8 +94,11 @@ def _summary(result: Certification) -> Html:
             ("longest", f"{result.longest:,}"),
             ("declared reward range", f"[{low:g}, {high:g}]"),
             ("each limit holds with probability", f"{1 - result.alpha:g}"),
-            ("smallest certifiable gain, SeqKL", _plain(result.min_certifiable_gain)),
-            ("… at these rollouts, deciding limit", _plain(result.min_certifiable_gain_finite)),
+            ("smallest gain SeqKL can certify", _plain(result.min_certifiable_gain)),
+            (
+                "smallest gain these rollouts could certify",
+                _plain(result.min_certifiable_gain_finite),
+            ),
             ("largest attainable L'", _plain(result.attainable)),
             ("below the mask's limit", f"{result.accepted:.0%}"),
         ]

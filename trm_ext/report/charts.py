@@ -148,11 +148,15 @@ def acceptance_curves(
 
 
 def acceptance_by_length(
-    rows: Sequence[ThresholdRow], lengths: Sequence[int], marks: Sequence[tuple[float, str]]
+    largest: Array,
+    rows: Sequence[ThresholdRow],
+    lengths: Sequence[int],
+    marks: Sequence[tuple[float, str]],
 ) -> Html:
-    """Share of sequences whose first tokens stay below a threshold, for a few lengths.
+    """Share of sequences kept, whole and by their first tokens, for every threshold.
 
     Args:
+        largest: the largest KL of each sequence.
         rows: of a calibration, thresholds ascending.
         lengths: what ``acceptance_by_length`` of the rows belongs to.
         marks: (threshold, label) of vertical lines.
@@ -165,9 +169,10 @@ def acceptance_by_length(
         x_label="threshold on the largest KL, nats",
         y_label="% of sequences kept",
     )
-    chosen = sorted({0, len(lengths) // 2, len(lengths) - 1})
-    keys: list[object] = []
-    for style, i in zip("abc", chosen, strict=False):
+    chart.line(_staircase(largest, scale), style="a")
+    keys: list[object] = [element("span", "whole sequences", style="key a"), "  "]
+    chosen = sorted({0, (len(lengths) - 1) // 2}) if len(lengths) > 1 else []
+    for style, i in zip("bc", chosen, strict=False):
         points = [
             (row.max_kl, 100 * row.acceptance_by_length[i])
             for row in rows
@@ -190,8 +195,7 @@ def share_bars(values: Array, x_label: str, y_label: str) -> Html:
         y_label: what they are.
     """
     finite = np.where(np.isfinite(values), values, 0.0)
-    parts = np.array_split(np.arange(len(values)), min(_STRIP_BARS, len(values)) or 1)
-    parts = [part for part in parts if len(part)]
+    parts = _groups(len(values))
     means = [float(finite[part].mean()) for part in parts]
     chart = Chart(
         Scale(0, max(len(values), 1)),
@@ -203,7 +207,7 @@ def share_bars(values: Array, x_label: str, y_label: str) -> Html:
     for part, mean in zip(parts, means, strict=True):
         title = f"{part[0]} to {part[-1]}: {number(mean)}"
         chart.bar(float(part[0]), float(part[-1] + 1), mean, title=title)
-    group = -(-len(values) // max(len(parts), 1))
+    group = len(parts[0]) if parts else 1
     return figure(chart.svg(), f"A bar is the mean of {group}." if group > 1 else "")
 
 
@@ -376,9 +380,7 @@ def strip(
     """
     length = len(kl)
     chart = Chart(Scale(0, max(length, 1)), scale, label, height=92)
-    for part in np.array_split(np.arange(length), min(_STRIP_BARS, length) or 1):
-        if len(part) == 0:
-            continue
+    for part in _groups(length):
         inside = part[counted[part]]
         left, right = float(part[0]), float(part[-1] + 1)
         if len(inside) == 0:
@@ -392,6 +394,12 @@ def strip(
     if scale.low < max_kl < scale.high:
         chart.horizontal(max_kl)
     return figure(chart.svg(), caption)
+
+
+def _groups(length: int) -> list[NDArray[np.int64]]:
+    """Neighbours that share a bar: as many in each, the last one apart."""
+    size = -(-length // _STRIP_BARS) or 1
+    return [np.arange(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _shares(kl: Array, edges: Array) -> Array:

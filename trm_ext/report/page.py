@@ -28,6 +28,8 @@ __all__ = [
     "write_page",
 ]
 
+_ONE_LINE = 24  # characters
+
 # Control characters, directional overrides and lone surrogates: shown as their code, so that a
 # string cannot hide or reorder what stands around it.
 _INVISIBLE = re.compile(
@@ -101,7 +103,8 @@ def table(
         left: titles of the columns that hold words; the others are aligned to the right.
         caption: below the table.
     """
-    styles = ["word" if title in left else "" for title in header]
+    columns = zip(header, *rows, strict=True)
+    styles = [_word_style(cells) if cells[0] in left else "" for cells in columns]
 
     def line(tag: str, cells: Sequence[object]) -> Html:
         made = [element(tag, cell, style=s) for cell, s in zip(cells, styles, strict=True)]
@@ -171,6 +174,12 @@ def write_page(path: Path, document: str) -> None:
         raise
 
 
+def _word_style(cells: Sequence[object]) -> str:
+    """Words stay on one line, sentences get room to be read where a table is squeezed."""
+    longest = max(len(re.sub("<[^>]*>", "", text(cell))) for cell in cells)
+    return "word" if longest <= _ONE_LINE else "word long"
+
+
 def _item(sentence: object) -> Html:
     return element("li", sentence)
 
@@ -204,9 +213,8 @@ th, td { padding: 4px 10px; text-align: right; border-bottom: 1px solid var(--ed
 th { color: var(--soft); font-weight: 600; }
 th:first-child, td:first-child { padding-left: 0; }
 td.word, th.word { text-align: left; }
-th, td:not(.word) { white-space: nowrap; }
-td.word { overflow-wrap: break-word; max-width: 60ch; }
-td.word code { display: block; min-width: 26ch; }
+th, td { white-space: nowrap; }
+td.long { white-space: normal; overflow-wrap: anywhere; min-width: 26ch; max-width: 60ch; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr));
   gap: 16px 24px; margin: 12px 0; }
 figure { margin: 0; min-width: 0; max-width: 560px; break-inside: avoid; }

@@ -12,7 +12,7 @@ from trm_ext.report.page import Html, text
 __all__ = ["Chart", "Scale", "log_range"]
 
 WIDTH, HEIGHT = 380, 232  # at phone width one unit is about one pixel, so 11 units can be read
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 18, 36
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 16, 18, 36
 _MOST_TICKS = 6
 
 
@@ -107,7 +107,8 @@ class Chart:
     ) -> None:
         """A bar from the axis up to ``top`` between two values of x."""
         x, x2, y = self._px(left), self._px(right), self._py(top)
-        self._rectangle(x, y, max(x2 - x - 0.5, 0.6), self._bottom - y, style, title)
+        gap = 0.5 if x2 - x > 3 else 0.0
+        self._rectangle(x, y, x2 - x - gap, self._bottom - y, style, title)
 
     def cell(
         self, left: float, right: float, low: float, high: float, weight: float, title: str = ""

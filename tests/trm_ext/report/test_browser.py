@@ -9,20 +9,33 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trm_ext.report import browser
+from tests.trm_ext.report import browser, test_certify_page
 from tests.trm_ext.report.test_audit_page import HOSTILE, make
 from trm_ext.audit import audit_file
+from trm_ext.calibration import calibrate
+from trm_ext.certification import certify_file
 from trm_ext.io import PairMetadata, PolicyRecord
 from trm_ext.report.audit_page import audit_page
+from trm_ext.report.calibrate_page import calibrate_page
+from trm_ext.report.certify_page import certify_page
 
 image = pytest.importorskip("matplotlib.image", reason="matplotlib reads the screenshots")
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page with every section, long words and a hostile name."""
-    browser.browser()
-    folder = tmp_path_factory.mktemp("page")
+def page_of_certificate(folder: Path) -> str:
+    pair = test_certify_page.make(folder / "pair", sequences=12)
+    return certify_page(certify_file(pair), command="trm certify pair")
+
+
+def page_of_calibration(folder: Path) -> str:
+    pair = test_certify_page.make(folder / "pair", sequences=12)
+    floor = PairMetadata(extra={"pair": "noise-floor"})
+    noise = test_certify_page.make(folder / "floor", noise=0.01, metadata=floor)
+    return calibrate_page(calibrate([pair, noise]), command="trm calibrate pair floor")
+
+
+def page_of_audit(folder: Path) -> str:
+    """Every section, long words and a hostile name."""
     side = PolicyRecord("an-engine-with-a-long-name" * 4, "1.0", HOSTILE)
 
     def flip(b: int, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -30,11 +43,23 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     metadata = PairMetadata(side, side, None, "x" * 120, {"model": HOSTILE})
     pair = make(folder / ("p" * 80), (40, 25, 60, 33) * 3, metadata=metadata, holes=True, edit=flip)
+    audit = audit_file(pair.path, 0.02)
+    return audit_page(audit, text=lambda i: f" word{i}", command="trm " * 60)
+
+
+PAGES = [
+    page_of_audit,
+    pytest.param(page_of_certificate, marks=pytest.mark.slow),
+    pytest.param(page_of_calibration, marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    browser.browser()
+    folder = tmp_path_factory.mktemp("page")
     target = folder / "page.html"
-    target.write_text(
-        audit_page(audit_file(pair.path, 0.02), text=lambda i: f" word{i}", command="trm " * 60),
-        encoding="utf-8",
-    )
+    target.write_text(request.param(folder), encoding="utf-8")
     return target
 
 
@@ -50,11 +75,12 @@ def test_nothing_sticks_out_and_charts_can_be_read(page: Path, width: int) -> No
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_screenshot_shows_the_page(page: Path, width: int) -> None:
     target = page.with_name(f"shot-{width}.png")
-    browser.screenshot(page, width, 3000, target)
+    height = 4500 if width < 500 else 2600
+    browser.screenshot(page, width, height, target)
     pixels = image.imread(target)[:, :width, :3]
-    assert pixels.shape[0] == 3000
+    assert pixels.shape[:2] == (height, width)
     ink = (np.abs(pixels - pixels[2, 2]).max(axis=-1) > 0.2).mean(axis=1)
-    assert (ink > 0).mean() > 0.3  # most lines of pixels hold something: no blank page
+    assert (ink > 0).mean() > 0.15  # no blank page
     blue = (pixels[..., 2] > pixels[..., 0] + 0.2).mean()
     assert blue > 0.002  # the bars of the charts
 
@@ -63,4 +89,4 @@ def test_it_prints(page: Path) -> None:
     target = page.with_suffix(".pdf")
     browser.run(f"--print-to-pdf={target}", page.as_uri())
     data = target.read_bytes()
-    assert data.startswith(b"%PDF") and 2 <= data.count(b"/Type /Page\n") <= 20
+    assert data.startswith(b"%PDF") and 1 <= data.count(b"/Type /Page\n") <= 20

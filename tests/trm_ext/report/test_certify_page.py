@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``trm certify --html`` and ``trm calibrate --html``: the numbers on the pages are the results'."""
+"""``trm certify --html`` and ``trm calibrate --html``: their pages hold the results' numbers."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_every_number_of_the_calibration(tmp_path: Path) -> None:
         assert row[-3:] == ["below" if r.below_floor else "above", number(r.error_bound), r.says]
     assert {row[-3] for row in rows} == {"below", "above"}
     target = f"max KL ≤ {number(result.target_threshold)} nats keeps 80% of the sequences"
-    assert target in document.text and "that is not below the noise floor" in document.text
+    assert target in document.text and "that is at or above the noise floor" in document.text
     for warning in (*result.warnings, *result.notes):
         assert warning in document.text
     assert result.warnings

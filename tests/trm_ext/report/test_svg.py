@@ -51,7 +51,7 @@ def test_marks_are_where_the_values_are() -> None:
     chart.bar(0, 5, 0.5)
     chart.dot(10, 1)
     svg = chart.svg()
-    left, right, top, bottom = 44, WIDTH - 10, 18, HEIGHT - 36
+    left, right, top, bottom = 44, WIDTH - 16, 18, HEIGHT - 36
     (bar,) = re.findall(r'<rect class="a" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" hei', svg)
     assert [float(v) for v in bar] == pytest.approx(
         [left, (top + bottom) / 2, (right - left) / 2 - 0.5], abs=0.06
