@@ -23,6 +23,14 @@ def test_the_certificate_example_certifies():
     assert scope["result"].verdict == "CERTIFIED"
 
 
+def test_the_monitor_example_runs():
+    page = README.parent / "docs" / "reports.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
+    scope: dict[str, object] = {}
+    exec(compile(code, str(page), "exec"), scope)
+    assert 0 < scope["metrics"]["trm/window/seq_kl"] < 0.05
+
+
 def test_links_lead_somewhere():
     for page in [README, *README.parent.glob("docs/*.md"), README.with_name("CONTRIBUTING.md")]:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):

@@ -55,7 +55,6 @@ def certify_page(result: Certification, *, text: TokenText | None = None, comman
         f"Certificate of {name}",
         element("p", _verdict(str(result.verdict)), ": ", result.reasons[0], style="lead"),
         paragraph(_verdict(str(result.asymptotic_verdict)), " by ", result.reasons[1]),
-        notes(() if result.held_out else (f"{result.label}: nothing here is a guarantee.",)),
         notes(result.notes),
         _summary(result),
         sections.engines(
