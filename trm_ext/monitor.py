@@ -33,12 +33,12 @@ class Monitor(torch.nn.Module):
     """Rolling statistics of the last ``window`` rollouts and of the newest step.
 
     Each rollout leaves, with a the lowest reward and W its sequence weight ``Π rho_t``:
-    whether it was kept, its total KL, ``(R - a) Σ (rho_t - 1)`` and ``(R - a)(min(W, e^K) - 1)``.
+    whether it was kept, its total KL, ``(R - a) Σ (rho_t - 1)`` and ``(R - a)(min(W, C) - 1)``.
     From their means follow D_seq, the surrogate gain L', and two lower limits of
     J(train) - J(rollout):
 
     * SeqKL, ``L' - (b - a) D_seq``, over the window, asymptotic (Student's t);
-    * C0, ``E[(R - a)(min(W, e^K) - 1)]``, over the newest step, at finite samples (empirical
+    * C0, ``E[(R - a)(min(W, C) - 1)]``, over the newest step, at finite samples (empirical
       Bernstein). Rollouts of one step are independent given the policies; those of several steps
       are not, as each update depends on the steps before.
 
@@ -49,7 +49,7 @@ class Monitor(torch.nn.Module):
         window: rollouts (groups, where ``group_size`` is above 1) that are remembered.
         reward_range: [a, b], declared and not read off the data.
         alpha: failure probability of each one-sided limit.
-        max_log_weight: K > 0, fixed beforehand, nats.
+        max_weight: C > 1, fixed beforehand.
         held_out: state that rollouts are drawn after the train policy was fixed: the update is
             called before the step trains on them. Without it nothing is a guarantee.
         group_size: rollouts ``i group_size ... (i + 1) group_size - 1`` of a batch share a prompt;
@@ -81,7 +81,7 @@ class Monitor(torch.nn.Module):
         window: int = 4096,
         reward_range: tuple[float, float] = (0.0, 1.0),
         alpha: float = 0.05,
-        max_log_weight: float = 1.0,
+        max_weight: float = 2.0,
         held_out: bool = False,
         group_size: int = 1,
     ) -> None:
@@ -95,13 +95,13 @@ class Monitor(torch.nn.Module):
             )
         if not 0 < alpha < 1:
             raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha}")
-        if not 0 < max_log_weight < math.inf:
-            raise ValueError(f"max_log_weight must be a finite number > 0, got {max_log_weight}")
+        if not 1 < max_weight < math.inf:
+            raise ValueError(f"max_weight must be a finite number > 1, got {max_weight}")
         for name, value, least in (("window", window, 2), ("group_size", group_size, 1)):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         self.window, self.reward_range, self.alpha = window, (low, high), float(alpha)
-        self.max_log_weight, self.held_out = float(max_log_weight), held_out
+        self.max_weight, self.held_out = float(max_weight), held_out
         self.group_size = group_size
         empty = torch.zeros(window, 5, dtype=torch.float64)
         self.register_buffer("rows", empty)  # step 0: nothing there yet
@@ -164,7 +164,7 @@ class Monitor(torch.nn.Module):
             # No evidence: the worst weight, 0.
             worst = torch.where(torch.isnan(log_weight), -math.inf, log_weight)
             gain = reward * shift
-            weight = reward * torch.expm1(worst.clamp(max=self.max_log_weight))
+            weight = reward * torch.expm1(worst.clamp(max=math.log(self.max_weight)))
         counts = exact.tokens > 0
         columns = torch.stack([keep, exact.total, gain, weight], dim=1)
         rows, some = self._grouped(columns, counts)
@@ -194,7 +194,8 @@ class Monitor(torch.nn.Module):
 
         A number that nothing supports (no verdict, no reward, fewer than two rollouts, a reward
         outside the range) is NaN, and so is SeqKL where a KL or log-ratio is NaN. In C0 a NaN
-        log-ratio counts as its worst case, W = 0. A KL of +inf makes D_seq infinite.
+        log-ratio counts as its worst case, W = 0. A KL of +inf makes D_seq infinite. No limit
+        is below a - b: a gain cannot be.
 
         Args:
             sync: True returns Python floats, which waits for the device once.
@@ -219,7 +220,7 @@ class Monitor(torch.nn.Module):
             "trm/window/seq_kl": mean_kl,
             "trm/window/seq_kl_upper": upper_kl,
             "trm/window/surrogate": mean_gain,
-            "trm/window/certificate_seq_kl": lower,
+            "trm/window/certificate_seq_kl": lower.clamp(min=-span),
             "trm/step/rollouts": newest.sum().double(),
             "trm/step/certificate_weight": self._bernstein(weight, newest),
         }
@@ -247,7 +248,7 @@ class Monitor(torch.nn.Module):
             if len(values) < 2 or np.isnan(values).any():
                 continue
             if finite:
-                top = math.expm1(self.max_log_weight) * span
+                top = (self.max_weight - 1) * span
                 interval = certify.empirical_bernstein(values, -span, top, self.alpha)
             elif np.isinf(values).any():
                 interval = certify.Interval(-math.inf, -math.inf, math.inf, self.alpha, "", False)
@@ -259,7 +260,7 @@ class Monitor(torch.nn.Module):
             made.append(
                 certify.Certificate(
                     name=name,
-                    lower_bound=interval.lower,
+                    lower_bound=max(interval.lower, -span),
                     confidence=1 - self.alpha,
                     finite_sample=finite,
                     rigorous=self.held_out,
@@ -280,7 +281,7 @@ class Monitor(torch.nn.Module):
             "window": self.window,
             "reward_range": list(self.reward_range),
             "alpha": self.alpha,
-            "max_log_weight": self.max_log_weight,
+            "max_weight": self.max_weight,
             "held_out": self.held_out,
             "group_size": self.group_size,
         }
@@ -302,7 +303,7 @@ class Monitor(torch.nn.Module):
         number = where.sum().double()
         mean, deviation = _mean(values, where)
         log_term = math.log(2 / self.alpha)
-        width = math.exp(self.max_log_weight) * span
+        width = self.max_weight * span
         radius = deviation * math.sqrt(2 * log_term) + 7 * width * log_term / (3 * (number - 1))
         return torch.where(number >= 2, (mean - radius).clamp(min=-span), math.nan)
 
