@@ -213,7 +213,7 @@ def test_a_page_of_a_million_tokens_is_small_and_keeps_the_worst(tmp_path: Path)
     n, b = 1_000_000, 500
     cu = torch.arange(b + 1) * (n // b)
     kl = torch.exp(torch.randn(n, generator=rng, dtype=torch.float64) - 7)
-    kl[123_456] = 7.25
+    kl[123_457] = 7.25
     layout = trm.SequenceLayout.from_cu_seqlens(cu)
     verdict = trm.max_kl_verdict(kl, layout, max_kl=1.0)
     entry = make(tmp_path / "pair", (3,)).sequences[0]
@@ -247,8 +247,9 @@ def test_a_page_of_a_million_tokens_is_small_and_keeps_the_worst(tmp_path: Path)
     source = audit_page(audit)
     document = Document(source)
     assert len(source) < 1_000_000
-    assert document.table("seq:pos")[0][:2] == ["61:1456", "7.25"]
-    assert "Sequence 61" in document.text and "position 1456: 7.25" in document.text
+    assert document.table("seq:pos")[0][:2] == ["61:1457", "7.25"]
+    # not the first position of its bar: a bar keeps its largest
+    assert "Sequence 61" in document.text and "position 1457: 7.25" in document.text
     assert "24 of 500 sequences drawn" in document.text and "50 of 500" in document.text
     assert len(document.table("sequence", "verdict")) == 50
 
