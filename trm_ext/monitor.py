@@ -268,7 +268,7 @@ class Monitor(torch.nn.Module):
                     source=f"ours, docs/theory.md#{anchor}",
                     parts={
                         "estimate": interval.estimate,
-                        "radius": interval.upper - interval.estimate,
+                        "radius": interval.radius,
                         "rollouts": float(len(values)),
                     },
                 )

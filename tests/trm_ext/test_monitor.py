@@ -98,6 +98,7 @@ def test_certificates_are_those_of_certify_and_of_the_metrics():
         (other,) = [c for c in direct.certificates if c.name == name and c.finite_sample == finite]
         assert own.lower_bound == pytest.approx(other.lower_bound, rel=1e-6)
         assert (own.label, own.rigorous, own.confidence) == (other.label, True, 0.95)
+        assert own.parts["radius"] == pytest.approx(other.parts["radius"], rel=1e-6)
     assert found["trm/step/certificate_weight"] == pytest.approx(weight.lower_bound, rel=1e-9)
     assert found["trm/window/certificate_seq_kl"] == pytest.approx(seq_kl.lower_bound, rel=1e-9)
     assert found["trm/window/seq_kl"] == pytest.approx(direct.seq_kl.estimate, rel=1e-6)
