@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import (
+    audit,
     cuda_build,
     divergence,
     divergence_cuda,
@@ -31,6 +32,8 @@ def main() -> int:
     small = verbs.add_parser("each-kernel", help="one small call of each kernel")
     each_kernel.add_arguments(small)
     gpu_check.add_arguments(verbs.add_parser("gpu-check", help="steps of gpu_check.sh"))
+    files = verbs.add_parser("audit", help="trm audit of a large file: time and peak memory")
+    audit.add_arguments(files)
     compare = verbs.add_parser("compare", help="which differences of two results exceed the noise")
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)
@@ -39,6 +42,7 @@ def main() -> int:
         here = divergence_cuda if arguments.device == "cuda" else divergence
         return here.run(arguments)
     runs = {
+        "audit": audit.run,
         "sass": sass.run,
         "cuda-build": cuda_build.run,
         "each-kernel": each_kernel.run,

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 README = Path(__file__).resolve().parents[1] / "README.md"
+CERTIFICATES = README.parent / "docs" / "certificates.md"
 
 
 def test_the_example_runs():
@@ -13,6 +14,21 @@ def test_the_example_runs():
     exec(compile(code, str(README), "exec"), scope)
     assert scope["d"].kl.shape == (2, 5)
     assert scope["v"].keep.all() and scope["v"].token_keep.sum() == 8
+
+
+def test_the_certificate_example_certifies():
+    (code,) = re.findall(r"```python\n(.*?)```", CERTIFICATES.read_text(), re.DOTALL)
+    scope: dict[str, object] = {}
+    exec(compile(code, str(CERTIFICATES), "exec"), scope)
+    assert scope["result"].verdict == "CERTIFIED"
+
+
+def test_the_monitor_example_runs():
+    page = README.parent / "docs" / "reports.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
+    scope: dict[str, object] = {}
+    exec(compile(code, str(page), "exec"), scope)
+    assert 0 < scope["metrics"]["trm/window/seq_kl"] < 0.05
 
 
 def test_links_lead_somewhere():

@@ -19,8 +19,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
-from scipy.special import xlog1py, xlogy
-from scipy.stats import beta, norm
+from scipy.special import logsumexp, xlog1py, xlogy
+from scipy.stats import beta
+from scipy.stats import t as student
 
 from theory import checks
 from theory.bounds import sharp
@@ -32,6 +33,7 @@ __all__ = [
     "Interval",
     "NotAGuarantee",
     "Vacuity",
+    "bernstein_radius",
     "binary_kl_inverse",
     "clopper_pearson",
     "clt",
@@ -43,15 +45,17 @@ __all__ = [
     "log_certificate",
     "log_statistic",
     "mask_statistic",
+    "nonnegative_lower",
     "rejection_quantile",
     "rollouts_needed",
     "seq_kl_certificate",
     "sequence_mask_certificate",
+    "truncated_weight_certificate",
     "vacuity",
 ]
 
 Array = NDArray[np.float64]
-Mode = Literal["token", "prefix", "budget"]
+Mode = Literal["token", "prefix", "budget", "drift"]
 
 
 class NotAGuarantee(ValueError):
@@ -66,6 +70,7 @@ class Interval:
         estimate: sample mean.
         lower: below the mean with probability >= 1 - alpha.
         upper: above the mean with probability >= 1 - alpha (both together: 1 - 2 alpha).
+        radius: of the inequality, before the limits are cut to the range; NaN where it has none.
         alpha: failure probability of each side.
         method: name of the inequality.
         finite_sample: False for the normal approximation.
@@ -77,6 +82,7 @@ class Interval:
     alpha: float
     method: str
     finite_sample: bool
+    radius: float = math.nan
 
 
 def _sample(values: ArrayLike, least: int = 2) -> Array:
@@ -91,7 +97,19 @@ def _alpha(alpha: float) -> None:
         raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha}.")
 
 
-def _bernstein_radius(variance: float, span: float, n: int, alpha: float) -> float:
+def bernstein_radius(variance: float, span: float, n: int, alpha: float) -> float:
+    """Radius of :func:`empirical_bernstein` for a given sample variance.
+
+    sqrt(2 Var log(2/alpha) / n) + 7 span log(2/alpha) / (3 (n - 1))
+
+    Assumes n >= 2 independent draws in a range of that span. Unit of the values. Raises
+    ZeroDivisionError on n = 1. Range [0, inf).
+    Source: Maurer and Pontil 2009, theorem 4.
+
+    Example:
+        >>> round(bernstein_radius(0.0, 1.0, 1000, 0.05), 4)
+        0.0086
+    """
     log_term = math.log(2 / alpha)
     return math.sqrt(2 * variance * log_term / n) + 7 * span * log_term / (3 * (n - 1))
 
@@ -131,10 +149,9 @@ def empirical_bernstein(values: ArrayLike, low: float, high: float, alpha: float
             f"A value {offender:g} lies outside the range [{low:g}, {high:g}] that was announced."
         )
     mean = float(x.mean())
-    radius = _bernstein_radius(float(x.var(ddof=1)), high - low, x.size, alpha)
-    return Interval(
-        mean, max(mean - radius, low), min(mean + radius, high), alpha, "empirical Bernstein", True
-    )
+    radius = bernstein_radius(float(x.var(ddof=1)), high - low, x.size, alpha)
+    lower, upper = max(mean - radius, low), min(mean + radius, high)
+    return Interval(mean, lower, upper, alpha, "empirical Bernstein", True, radius)
 
 
 def rollouts_needed(variance: float, span: float, radius: float, alpha: float) -> int:
@@ -166,11 +183,11 @@ def rollouts_needed(variance: float, span: float, radius: float, alpha: float) -
     if not radius > 0:
         raise ValueError(f"radius must be > 0, got {radius}.")
     low, high = 1, 2
-    while _bernstein_radius(variance, span, high, alpha) > radius:
+    while bernstein_radius(variance, span, high, alpha) > radius:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _bernstein_radius(variance, span, middle, alpha) <= radius
+        fits = bernstein_radius(variance, span, middle, alpha) <= radius
         low, high = (low, middle) if fits else (middle, high)
     return high
 
@@ -210,10 +227,10 @@ def clopper_pearson(hits: int, n: int, alpha: float) -> Interval:
 def clt(values: ArrayLike, alpha: float) -> Interval:
     """Normal-approximation bounds on a mean: asymptotic, no finite-sample guarantee.
 
-    radius = z_{1-alpha} sd / sqrt(n)
+    radius = t_{1-alpha, n-1} sd / sqrt(n),  Student's quantile
 
-    Assumes a finite variance and n large; log-weights are heavy-tailed, so treat it as an estimate.
-    Unit of the values.
+    Assumes a finite variance and n large (exact for normal values at every n); log-weights are
+    heavy-tailed, so treat it as an estimate. Unit of the values.
 
     Args:
         values: n >= 2 independent draws.
@@ -235,8 +252,64 @@ def clt(values: ArrayLike, alpha: float) -> Interval:
     _alpha(alpha)
     x = _sample(values)
     mean = float(x.mean())
-    radius = float(norm.ppf(1 - alpha)) * float(x.std(ddof=1)) / math.sqrt(x.size)
-    return Interval(mean, mean - radius, mean + radius, alpha, "CLT (asymptotic)", False)
+    radius = float(student.ppf(1 - alpha, x.size - 1)) * float(x.std(ddof=1)) / math.sqrt(x.size)
+    lower, upper = mean - radius, mean + radius
+    return Interval(mean, lower, upper, alpha, "Student t (asymptotic)", False, radius)
+
+
+_BETS = 2.0 ** -np.arange(8.0)
+_PRIOR = _BETS / _BETS.sum()  # bold bets first: they are what a handful of draws can win with
+_LARGEST = 1e9  # a lower limit of min(X, largest) is one of X
+
+
+def nonnegative_lower(values: ArrayLike, alpha: float) -> Interval:
+    """Lower confidence limit on the mean of a non-negative variable without an upper range.
+
+    lower = max { m : sum_l w_l prod_i (1 + l (x_i / m - 1)) >= 1 / alpha },  w_l ~ l = 1, 1/2, ...
+
+    Assumes independent draws, X >= 0 and nothing else. For m >= E[X] each factor has mean at most
+    1, so the weighted sum reaches 1/alpha with probability at most alpha (Markov).
+    There is no upper limit without a range: ``upper`` is infinite. Unit of the values.
+
+    Args:
+        values: n >= 2 draws, +inf allowed.
+        alpha: failure probability of the lower limit.
+
+    Returns:
+        The interval.
+
+    Raises:
+        ValueError: on a negative or NaN value, n < 2 or alpha outside (0, 1).
+
+    Source: betting confidence bounds, Waudby-Smith and Ramdas 2024.
+
+    Example:
+        >>> i = nonnegative_lower([3.1, 3.6, 3.0, 3.5], 0.05)
+        >>> i.finite_sample, 1.0 < i.lower < i.estimate
+        (True, True)
+    """
+    _alpha(alpha)
+    x = _sample(values)
+    checks.divergence("values", x)
+    capped = np.minimum(x, _LARGEST)
+
+    def evidence(m: float) -> float:
+        with np.errstate(divide="ignore"):  # a bet of everything on a draw of 0 loses everything
+            wealth = np.log1p(_BETS[:, None] * (capped / m - 1)).sum(axis=1)
+        return float(logsumexp(wealth, b=_PRIOR)) + math.log(alpha)
+
+    top = float(capped.mean())
+    bottom = top * 1e-12
+    if top == 0 or evidence(bottom) < 0:
+        lower = 0.0
+    elif evidence(top) >= 0:
+        lower = top
+    else:
+        for _ in range(200):  # evidence decreases in m; keep the side where it still suffices
+            middle = math.sqrt(bottom * top)
+            bottom, top = (middle, top) if evidence(middle) >= 0 else (bottom, middle)
+        lower = bottom
+    return Interval(float(x.mean()), lower, math.inf, alpha, "betting", True)
 
 
 def binary_kl_inverse(p: float, kl: float) -> float:
@@ -287,7 +360,8 @@ class Certificate:
 
     Attributes:
         name: stable name.
-        lower_bound: in reward units; improvement is certified when it is > 0.
+        lower_bound: in reward units, at least minus the reward's span; improvement is certified
+            when it is > 0.
         confidence: probability over the rollouts with which it holds.
         finite_sample: False when the normal approximation was used.
         rigorous: False when the inputs void the theorem.
@@ -318,14 +392,27 @@ def _certificate(
     finite: bool,
     held_out: bool,
     anchor: str,
+    span: float,
     parts: dict[str, float],
 ) -> Certificate:
+    """Make the record; a gain is never below minus the reward's span, whatever the data say."""
     label = "guarantee" if finite else "asymptotic"
     if not held_out:
         label = "not a guarantee: the rollouts are the batch that the policy was trained on"
     return Certificate(
-        name, lower, 1 - alpha, finite, held_out, label, f"ours, docs/theory.md#{anchor}", parts
+        name,
+        max(lower, -span),
+        1 - alpha,
+        finite,
+        held_out,
+        label,
+        f"ours, docs/theory.md#{anchor}",
+        parts,
     )
+
+
+def _standard_error(values: Array) -> float:
+    return float(values.std(ddof=1)) / math.sqrt(values.size)
 
 
 def _rewards(reward: ArrayLike, reward_range: tuple[float, float]) -> tuple[Array, float]:
@@ -405,10 +492,12 @@ def log_certificate(
         >>> log_certificate([1.0] * 100, [0.1] * 100).label
         'asymptotic'
     """
-    r, _ = _rewards(reward, reward_range)
+    r, span = _rewards(reward, reward_range)
     interval = clt(log_statistic(r, log_weight), alpha)
-    parts = {"estimate": interval.estimate, "radius": interval.estimate - interval.lower}
-    return _certificate("log", interval.lower, alpha, False, held_out, "log-certificate", parts)
+    parts = {"estimate": interval.estimate, "radius": interval.radius}
+    return _certificate(
+        "log", interval.lower, alpha, False, held_out, "log-certificate", span, parts
+    )
 
 
 def sequence_mask_certificate(
@@ -457,18 +546,19 @@ def sequence_mask_certificate(
     weight = np.asarray(log_weight, dtype=np.float64)
     kept = np.asarray(keep, dtype=bool)
     if max_abs_log_weight is None:
-        interval = clt(mask_statistic(r, weight, kept), alpha)
+        statistic = mask_statistic(r, weight, kept)
+        interval = clt(statistic, alpha)
     else:
         if not max_abs_log_weight > 0:
             raise ValueError(f"max_abs_log_weight must be > 0, got {max_abs_log_weight}.")
         k = float(max_abs_log_weight)
         kept = kept & (np.abs(weight) <= k)
-        interval = empirical_bernstein(
-            mask_statistic(r, weight, kept), -max(k, 1.0) * span, k * span, alpha
-        )
+        statistic = mask_statistic(r, weight, kept)
+        interval = empirical_bernstein(statistic, -max(k, 1.0) * span, k * span, alpha)
     parts = {
         "estimate": interval.estimate,
-        "radius": interval.estimate - interval.lower,
+        "radius": interval.radius,
+        "standard_error": _standard_error(statistic),
         "accepted": float(kept.mean()),
         "rejected_reward": float((r * ~kept).mean()),
     }
@@ -479,7 +569,66 @@ def sequence_mask_certificate(
         interval.finite_sample,
         held_out,
         "mask-certificate",
+        span,
         parts,
+    )
+
+
+def truncated_weight_certificate(
+    reward: ArrayLike,
+    log_weight: ArrayLike,
+    *,
+    max_weight: float,
+    alpha: float = 0.05,
+    reward_range: tuple[float, float] = (0.0, 1.0),
+    held_out: bool = True,
+) -> Certificate:
+    """Certificate C0: the sequence weight itself, truncated from above.
+
+    J(train) - J(rollout) >= E[(R - a) (min(W, C) - 1)]
+
+    Assumes fresh rollouts. The statistic lies in [-1, C - 1] (b - a), so empirical Bernstein gives
+    a finite-sample statement; C must be fixed before looking at the rollouts. With C = 1 + K it is,
+    path by path, at least the statistic of :func:`sequence_mask_certificate`, in a range that is
+    not wider. A NaN log-weight, missing evidence, counts as its worst case W = 0. Nats.
+
+    Args:
+        reward: R per rollout.
+        log_weight: log W per rollout, the sum of sampled log-ratios.
+        max_weight: C > 1.
+        alpha: failure probability.
+        reward_range: [a, b].
+        held_out: False when the rollouts were used to train the policy.
+
+    Returns:
+        The certificate; ``parts["truncated"]`` is the share of rollouts with W > C.
+
+    Raises:
+        ValueError: on a reward outside the range, C <= 1, or bad shapes.
+
+    Source: truncated importance sampling, Thomas et al. 2015; docs/theory.md#weight-certificate.
+
+    Example:
+        >>> c = truncated_weight_certificate([1.0] * 5000, [0.1] * 5000, max_weight=1.5)
+        >>> c.certifies_improvement
+        True
+    """
+    r, span = _rewards(reward, reward_range)
+    weight = np.asarray(log_weight, dtype=np.float64)
+    if not 1 < max_weight < math.inf:
+        raise ValueError(f"max_weight must be a finite number > 1, got {max_weight}.")
+    known = np.where(np.isnan(weight), -np.inf, weight)
+    step = np.expm1(np.minimum(known, math.log(max_weight)))
+    interval = empirical_bernstein(r * step, -span, (max_weight - 1) * span, alpha)
+    parts = {
+        "estimate": interval.estimate,
+        "radius": interval.radius,
+        "standard_error": _standard_error(r * step),
+        "truncated": float((known > math.log(max_weight)).mean()),
+        "rollouts": float(r.size),
+    }
+    return _certificate(
+        "truncated_weight", interval.lower, alpha, True, held_out, "weight-certificate", span, parts
     )
 
 
@@ -491,15 +640,15 @@ class GateStatistics:
     quantity it needs is an average of these.
 
     Attributes:
-        shift: sum_t gate_t (rho_t - 1) per rollout.
+        shift: sum_t gate_t (rho_t - 1) per rollout, or a lower bound of it with a ``ratio_cap``.
         kl: sum_t gate_t kl(c_t) per rollout, nats.
         hit: True where the gate closed on the rollout.
         shift_range: range of ``shift``; infinite without a cap on the ratio.
         kl_limit: largest possible ``kl``, nats.
-        horizon: T.
+        horizon: T, inf when unknown.
         max_kl: delta, KL of the frozen policy in every context, by construction.
-        max_log_ratio: M, or None when the gate does not look at ratios.
-        mode: token, prefix or budget.
+        max_log_ratio: M, or None when the gate does not look at row maxima.
+        mode: token, prefix, budget or drift.
     """
 
     shift: Array
@@ -507,7 +656,7 @@ class GateStatistics:
     hit: NDArray[np.bool_]
     shift_range: tuple[float, float]
     kl_limit: float
-    horizon: int
+    horizon: float
     max_kl: float
     max_log_ratio: float | None
     mode: Mode
@@ -524,6 +673,8 @@ def gate(
     mode: Mode = "budget",
     shift_budget: float = 1.0,
     kl_budget: float = 0.1,
+    ratio_cap: float | None = None,
+    horizon: float | None = None,
 ) -> GateStatistics:
     """Apply a gate to token arrays and sum up per rollout.
 
@@ -532,6 +683,8 @@ def gate(
     prefix: gate_t = prod_{s<=t} good_s
     budget: gate_t = [sum_{s<t} |rho_s - 1| <= b, sum_{s<t} kl(c_s) <= k, good_t], closed for ever
     after its first 0
+    drift:  the same with |sum_{s<t} (rho_s - 1)| <= b, a martingale whose size does not grow
+    with T at a fixed total KL, where the sum of absolute values does
 
     Assumes exact per-context KL (``kl_rollout_train``, nats) and, for M, the exact row maximum
     of the log-ratio. The gate at t looks at tokens before t and at the context only, so the frozen
@@ -545,15 +698,22 @@ def gate(
         row_max_log_ratio: max over the vocabulary of log(train/rollout), shape (N, T).
         max_log_ratio: M; needs ``row_max_log_ratio``.
         mode: which gate.
-        shift_budget: b, for mode "budget".
-        kl_budget: k in nats, for mode "budget".
+        shift_budget: b, for the modes "budget" and "drift".
+        kl_budget: k in nats, for the modes "budget" and "drift".
+        ratio_cap: C >= 1: rho counts as min(rho, C), so that the range is finite without row
+            maxima. Rewards R - a >= 0 then give a lower bound of the frozen policy's surrogate,
+            which is the side a certificate needs.
+        horizon: T, the largest possible number of tokens; default the width of the arrays, inf
+            when nothing is known (nothing then uses it).
 
     Returns:
-        The statistics; with M, |shift| <= b + max(1, e^M - 1) for budget gates and T
-        max(1, e^M - 1) otherwise, and kl <= k + delta or T delta.
+        The statistics; with top = e^M - 1 or C - 1, shift lies in [-(b + 1), b + top] for the modes
+        with a budget and in [-T, T top] otherwise, and kl in [0, min(k + delta, T delta)] or
+        [0, T delta].
 
     Raises:
-        ValueError: on shapes that differ, or a cap without row maxima.
+        ValueError: on shapes that differ, a cap without row maxima, C < 1, or a horizon below
+            the width.
 
     Dimensionless shifts, KL in nats; ranges as returned.
     Source: ours, docs/theory.md#frozen-policy (C3, C3').
@@ -570,8 +730,13 @@ def gate(
             f"log_ratio and kl must share one shape (N, T), got {ratio.shape} and "
             f"{divergence.shape}."
         )
-    if mode not in ("token", "prefix", "budget"):
-        raise ValueError(f"mode must be 'token', 'prefix' or 'budget', got {mode!r}.")
+    if mode not in ("token", "prefix", "budget", "drift"):
+        raise ValueError(f"mode must be 'token', 'prefix', 'budget' or 'drift', got {mode!r}.")
+    if ratio_cap is not None and not ratio_cap >= 1:
+        raise ValueError(f"ratio_cap must be a number >= 1, got {ratio_cap}.")
+    length = float(ratio.shape[1]) if horizon is None else float(horizon)
+    if not length >= ratio.shape[1]:
+        raise ValueError(f"horizon {length:g} is below the {ratio.shape[1]} tokens of the arrays.")
     delta = float(checks.divergence("max_kl", max_kl))
     counts = np.ones(ratio.shape, bool) if token_mask is None else np.asarray(token_mask, bool)
     good = divergence <= delta
@@ -584,23 +749,27 @@ def gate(
         good &= np.asarray(row_max_log_ratio, dtype=np.float64) <= max_log_ratio
     closed = counts & ~good
     with np.errstate(over="ignore"):
-        step = np.where(counts & good, np.expm1(ratio), 0.0)
+        step = np.expm1(ratio if ratio_cap is None else np.minimum(ratio, math.log(ratio_cap)))
+    step = np.where(counts & good, step, 0.0)
     used = np.where(counts & good, divergence, 0.0)
-    length = ratio.shape[1]
-    if mode == "budget":
+    top = math.inf if max_log_ratio is None else max(0.0, math.expm1(max_log_ratio))
+    if ratio_cap is not None:
+        top = min(top, ratio_cap - 1)
+    if mode in ("budget", "drift"):
         b = float(checks.divergence("shift_budget", shift_budget))
         k = float(checks.divergence("kl_budget", kl_budget))
-        spent = np.cumsum(np.abs(step), axis=1) - np.abs(step)
-        spent_kl = np.cumsum(used, axis=1) - used
-        closed |= counts & ((spent > b) | (spent_kl > k))
+        spent = _before(np.abs(step)) if mode == "budget" else np.abs(_before(step))
+        # a NaN step closes the gate behind it: the comparison fails
+        closed |= counts & ~((spent <= b) & (_before(used) <= k))
+        shift_range, kl_limit = (-(b + 1), b + top), min(k + delta, length * delta)
+    else:
+        shift_range, kl_limit = (-length, length * top), length * delta
     is_open = ~closed if mode == "token" else ~np.logical_or.accumulate(closed, axis=1)
-    cap = math.inf if max_log_ratio is None else max(1.0, math.expm1(max_log_ratio))
-    limit, kl_limit = (b + cap, k + delta) if mode == "budget" else (length * cap, length * delta)
     return GateStatistics(
         shift=np.where(is_open, step, 0.0).sum(1),
         kl=np.where(is_open, used, 0.0).sum(1),
         hit=np.asarray(closed.any(axis=1), dtype=np.bool_),
-        shift_range=(-limit, limit),
+        shift_range=shift_range,
         kl_limit=kl_limit,
         horizon=length,
         max_kl=delta,
@@ -609,10 +778,16 @@ def gate(
     )
 
 
+def _before(steps: Array) -> Array:
+    """Sum of the earlier entries of each row, 0 for the first."""
+    return np.cumsum(np.pad(steps, ((0, 0), (1, 0)))[:, :-1], axis=1)
+
+
 def frozen_certificate(
     reward: ArrayLike,
     statistics: GateStatistics,
     *,
+    asymptotic: bool = False,
     alpha: float = 0.05,
     reward_range: tuple[float, float] = (0.0, 1.0),
     held_out: bool = True,
@@ -631,6 +806,7 @@ def frozen_certificate(
     Args:
         reward: R per rollout.
         statistics: from :func:`gate`.
+        asymptotic: use the normal approximation for L~ and D~ even where the range is finite.
         alpha: total failure probability.
         reward_range: [a, b].
         held_out: False when the rollouts were used to train the policy.
@@ -662,29 +838,33 @@ def frozen_certificate(
     _alpha(alpha)
     low, high = statistics.shift_range
     gain = r * statistics.shift
-    if math.isinf(high):
+    if asymptotic or math.isinf(high):
         surrogate = clt(gain, part)
     else:
         surrogate = empirical_bernstein(gain, low * span, high * span, part)
-    divergence = empirical_bernstein(statistics.kl, 0.0, statistics.kl_limit, part)
+    if asymptotic:
+        divergence = clt(statistics.kl, part)
+    else:
+        divergence = empirical_bernstein(statistics.kl, 0.0, statistics.kl_limit, part)
     hits = clopper_pearson(int(statistics.hit.sum()), statistics.hit.size, part)
     worst_hit = binary_kl_inverse(hits.upper, divergence.upper)
     error = divergence.upper
-    if statistics.max_log_ratio is not None:
+    if statistics.max_log_ratio is not None and math.isfinite(statistics.horizon):
         # Inside the support by construction (an outside token has an infinite row maximum).
-        t, delta, m = statistics.horizon, statistics.max_kl, statistics.max_log_ratio
+        t, delta, m = int(statistics.horizon), statistics.max_kl, statistics.max_log_ratio
         error = min(
             error,
             float(sharp.chi2_from_ratio(t, delta, max(m, 0.0)).value),
             float(sharp.dyadic(t, max_kl=delta, capped=True).value),
         )
     lower = surrogate.lower - span * (error + worst_hit)
-    radius = surrogate.estimate - surrogate.lower
+    radius = surrogate.radius
     parts = {
         "surrogate": surrogate.estimate,
         "surrogate_radius": radius,
+        "standard_error": _standard_error(gain),
         "seq_kl": divergence.estimate,
-        "seq_kl_radius": divergence.upper - divergence.estimate,
+        "seq_kl_radius": divergence.radius,
         "error_bound": error,
         "hit_rate": hits.estimate,
         "hit_bound": worst_hit,
@@ -698,9 +878,10 @@ def frozen_certificate(
         f"frozen_{statistics.mode}",
         lower,
         alpha,
-        surrogate.finite_sample,
+        surrogate.finite_sample and divergence.finite_sample,
         held_out,
         "frozen-policy",
+        span,
         parts,
     )
 
@@ -710,6 +891,8 @@ def seq_kl_certificate(
     shift: ArrayLike,
     kl: ArrayLike,
     *,
+    baseline: float = 0.0,
+    outside_mass: ArrayLike = 0.0,
     alpha: float = 0.05,
     reward_range: tuple[float, float] = (0.0, 1.0),
     held_out: bool = True,
@@ -726,6 +909,9 @@ def seq_kl_certificate(
         reward: R per rollout.
         shift: sum_t (rho_t - 1) per rollout.
         kl: sum_t kl(c_t) per rollout, exact per context.
+        baseline: c; c (sum (rho - 1) + outside mass), whose mean is 0, is subtracted: it changes
+            the noise and not the mean.
+        outside_mass: sum_t s(c_t) per rollout, the train mass outside the rollout's support.
         alpha: failure probability (asymptotic).
         reward_range: [a, b].
         held_out: False when the rollouts were used to train the policy.
@@ -744,14 +930,15 @@ def seq_kl_certificate(
     """
     r, span = _rewards(reward, reward_range)
     total = checks.divergence("kl", kl)
-    gain = r * np.asarray(shift, dtype=np.float64)
+    moved = np.asarray(shift, dtype=np.float64)
+    gain = r * moved - baseline * (moved + np.asarray(outside_mass, dtype=np.float64))
     interval = clt(gain - span * total, alpha)
     parts = {
         "surrogate": float(gain.mean()),
         "seq_kl": float(total.mean()),
-        "radius": interval.estimate - interval.lower,
+        "radius": interval.radius,
     }
-    return _certificate("seq_kl", interval.lower, alpha, False, held_out, "seqkl", parts)
+    return _certificate("seq_kl", interval.lower, alpha, False, held_out, "seqkl", span, parts)
 
 
 def rejection_quantile(accepted: int, n: int, alpha: float = 0.05) -> Interval:

@@ -25,10 +25,12 @@ Array = NDArray[np.float64]
 
 #: Certificates that are counted, and whether each is a finite-sample statement.
 CERTIFICATES = {
+    "truncated_weight": True,
     "sequence_mask": True,
     "frozen_token": True,
     "frozen_prefix": True,
     "frozen_budget": True,
+    "frozen_drift": True,
     "log (asymptotic)": False,
     "seq_kl (asymptotic)": False,
     "sequence_mask (asymptotic)": False,
@@ -162,6 +164,7 @@ def _gate(case: Case, batch: Batch, mode: certify.Mode, capped: bool) -> certify
         mode=mode,
         shift_budget=case.shift_budget,
         kl_budget=case.kl_budget,
+        ratio_cap=np.exp(case.max_log_ratio) if mode == "drift" else None,
     )
 
 
@@ -169,6 +172,7 @@ _GATES: dict[str, tuple[certify.Mode, bool]] = {
     "frozen_token": ("token", True),
     "frozen_prefix": ("prefix", True),
     "frozen_budget": ("budget", True),
+    "frozen_drift": ("drift", False),
     "frozen_budget (asymptotic)": ("budget", False),
 }
 
@@ -183,6 +187,9 @@ def _bounds(case: Case, batch: Batch, alpha: float) -> dict[str, certify.Certifi
         "seq_kl (asymptotic)": certify.seq_kl_certificate(reward, shift, kl, alpha=alpha),
         "sequence_mask (asymptotic)": certify.sequence_mask_certificate(
             reward, weight, keep, alpha=alpha
+        ),
+        "truncated_weight": certify.truncated_weight_certificate(
+            reward, weight, max_weight=1 + case.max_abs_log_weight, alpha=alpha
         ),
         "sequence_mask": certify.sequence_mask_certificate(
             reward, weight, keep, max_abs_log_weight=case.max_abs_log_weight, alpha=alpha
@@ -206,6 +213,9 @@ def _limits(case: Case, everything: Batch) -> dict[str, float]:
         "log (asymptotic)": float(p @ certify.log_statistic(reward, weight)),
         "seq_kl (asymptotic)": float(p @ (reward * shift - kl)),
         "sequence_mask (asymptotic)": float(p @ certify.mask_statistic(reward, weight, keep)),
+        "truncated_weight": float(
+            p @ (reward * (np.minimum(np.exp(weight), 1 + case.max_abs_log_weight) - 1))
+        ),
         "sequence_mask": float(p @ certify.mask_statistic(reward, weight, short)),
     }
     for name, (mode, capped) in _GATES.items():
@@ -220,7 +230,7 @@ def _limits(case: Case, everything: Batch) -> dict[str, float]:
             )
         hit = certify.binary_kl_inverse(min(float(p @ gate.hit), 1.0), seq_kl)
         out[name] = float(p @ (reward * gate.shift)) - error - hit
-    return out
+    return {name: max(limit, -1.0) for name, limit in out.items()}  # as certificates are reported
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ Logits in, per-token divergences out; divergences in, a verdict per sequence out
 """
 
 from trm_ext import estimators, weights
+from trm_ext.calibration import Calibration, calibrate
+from trm_ext.certification import Certification, GateConstants, Verdict, certify
 from trm_ext.divergence import TokenDivergence, token_divergence
 from trm_ext.estimators import abs_log_ratio, binary_kl, binary_tv, k1, k2, k3, log_ratio
 from trm_ext.layout import SequenceLayout
@@ -31,6 +33,7 @@ from trm_ext.masks import (
     verdict,
 )
 from trm_ext.metrics import batch_metrics, effective_sample_size, threshold_for_acceptance
+from trm_ext.monitor import Monitor
 from trm_ext.sharding import (
     STATE_COLUMNS,
     STATE_VERSION,
@@ -88,5 +91,12 @@ __all__ = [
     "as_floats",
     "effective_sample_size",
     "threshold_for_acceptance",
+    "calibrate",
+    "Calibration",
+    "Monitor",
+    "certify",
+    "Certification",
+    "GateConstants",
+    "Verdict",
     "__version__",
 ]

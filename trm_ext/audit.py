@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-import trm_ext
-from trm_ext.io import PolicyRecord, RolloutPairReader, default_chunk_rows
-from trm_ext.masks import max_kl_verdict
+from trm_ext.io import PolicyRecord
+from trm_ext.masks import Reason, max_kl_verdict
+from trm_ext.token_statistics import TokenStatistics, read_statistics
 
 SCHEMA_VERSION = 1
 
@@ -76,12 +76,15 @@ class Audit:
         vocab_size: real vocabulary size.
         rollout: how the rollout side was produced.
         train: how the train side was produced.
+        host_processor: where the logits were computed, as far as the file says.
+        extra: further metadata of the file (model, seed, prompts, ...).
         notes: what a reader of the numbers should know, one sentence each.
         tokens: int64 ``[N]``.
         cu_seqlens: int64 ``[B + 1]``.
         counted: bool ``[N]``, tokens that count.
         kl: ``[N]`` nats, exact KL(rollout || train), fp32 or fp64; 0 where not counted.
         log_ratio: float64 ``[N]``, log q(token) - log p(token); 0 where not counted.
+        logp_rollout: float64 ``[N]``, log p(token) nats; 0 where not counted; None when unknown.
     """
 
     path: Path
@@ -90,12 +93,15 @@ class Audit:
     vocab_size: int
     rollout: PolicyRecord
     train: PolicyRecord
+    host_processor: str
+    extra: Mapping[str, Any]
     notes: tuple[str, ...]
     tokens: torch.Tensor
     cu_seqlens: torch.Tensor
     counted: torch.Tensor
     kl: torch.Tensor
     log_ratio: torch.Tensor
+    logp_rollout: torch.Tensor | None
 
     @property
     def k3(self) -> torch.Tensor:
@@ -157,51 +163,54 @@ def audit_file(
         RolloutPairError: the file is wrong, or ``chunk_rows`` is below 1.
         ValueError: ``max_kl`` is negative or NaN.
     """
+    _check_threshold(max_kl)
+    outputs = ("kl", "logp_rollout", "log_ratio")
+    statistics = read_statistics(path, outputs, chunk_rows=chunk_rows, progress=progress)
+    return audit_statistics(statistics, max_kl)
+
+
+def audit_statistics(statistics: TokenStatistics, max_kl: float) -> Audit:
+    """Judge sequences by their per-token statistics, as :func:`audit_file` does.
+
+    Args:
+        statistics: with ``kl`` and ``log_ratio``.
+        max_kl: threshold in nats, >= 0.
+
+    Returns:
+        An :class:`Audit`; token ids are -1 where the statistics have none.
+
+    Raises:
+        ValueError: ``max_kl`` is negative or NaN, or there is no path or statistic.
+    """
+    _check_threshold(max_kl)
+    kl, log_ratio = statistics.divergence.kl, statistics.divergence.log_ratio
+    if statistics.path is None or kl is None or log_ratio is None:
+        raise ValueError("an audit needs statistics that were read from a file, with kl, log_ratio")
+    logp_rollout, tokens = statistics.divergence.logp_rollout, statistics.tokens
+    if tokens is None:
+        tokens = torch.full(statistics.counted.shape, -1, dtype=torch.int64)
+    return Audit(
+        path=statistics.path,
+        max_kl=float(max_kl),
+        sequences=_judge(kl, log_ratio.double(), tokens, statistics, max_kl),
+        vocab_size=statistics.vocab_size or 0,
+        rollout=statistics.rollout,
+        train=statistics.train,
+        host_processor=statistics.host_processor,
+        extra=statistics.extra,
+        notes=statistics.notes,
+        tokens=tokens,
+        cu_seqlens=statistics.cu_seqlens,
+        counted=statistics.counted,
+        kl=kl,
+        log_ratio=log_ratio.double(),
+        logp_rollout=None if logp_rollout is None else logp_rollout.double(),
+    )
+
+
+def _check_threshold(max_kl: float) -> None:
     if not max_kl >= 0:
         raise ValueError(f"max_kl must be a number >= 0, got {max_kl}")
-    with RolloutPairReader(path) as pair:
-        total = pair.num_tokens
-        counted = pair.token_mask
-        if counted is None:
-            counted = torch.ones(total, dtype=torch.bool)
-        kl: list[torch.Tensor] = []
-        log_ratio = torch.zeros(total, dtype=torch.float64)
-        rollout_logp = torch.zeros(total, dtype=torch.float64)
-        step = default_chunk_rows(pair.num_columns) if chunk_rows is None else chunk_rows
-        for start, rollout, train in pair.chunks(step):
-            span = slice(start, start + len(rollout))
-            rollout = _tempered(rollout, pair.metadata.rollout)
-            train = _tempered(train, pair.metadata.train)
-            exact = trm_ext.token_divergence(
-                rollout,
-                train,
-                tokens=pair.tokens[span],
-                token_mask=counted[span],
-                outputs=("kl", "logp_rollout", "log_ratio"),
-            )
-            assert exact.kl is not None
-            assert exact.logp_rollout is not None
-            assert exact.log_ratio is not None
-            kl.append(exact.kl)
-            rollout_logp[span] = exact.logp_rollout
-            log_ratio[span] = exact.log_ratio
-            if progress is not None:
-                progress(span.stop, total)
-        values = torch.cat(kl) if kl else torch.zeros(0)
-        return Audit(
-            path=pair.path,
-            max_kl=float(max_kl),
-            sequences=_judge(values, log_ratio, counted, pair, max_kl),
-            vocab_size=pair.vocab_size,
-            rollout=pair.metadata.rollout,
-            train=pair.metadata.train,
-            notes=_notes(pair, counted, rollout_logp),
-            tokens=pair.tokens,
-            cu_seqlens=pair.cu_seqlens,
-            counted=counted,
-            kl=values,
-            log_ratio=log_ratio,
-        )
 
 
 def k3_of(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -226,22 +235,22 @@ def as_dict(audit: Audit) -> dict[str, Any]:
         "file": str(audit.path),
         "max_kl": audit.max_kl,
         "vocab_size": audit.vocab_size,
-        "rollout": _policy_dict(audit.rollout),
-        "train": _policy_dict(audit.train),
+        "rollout": policy_dict(audit.rollout),
+        "train": policy_dict(audit.train),
         "notes": list(audit.notes),
         "summary": {
             "sequences": len(audit.sequences),
             "kept": audit.kept,
             "masked": len(audit.sequences) - audit.kept,
             "tokens": int(audit.counted.sum()),
-            "mean_kl": _number(audit.mean_kl),
-            "max_kl": _number(worst.max_kl if worst else math.nan),
+            "mean_kl": json_number(audit.mean_kl),
+            "max_kl": json_number(worst.max_kl if worst else math.nan),
             "max_kl_sequence": worst.sequence if worst else -1,
-            "mean_k3": _number(audit.mean_k3),
-            "max_abs_log_rho": _number(audit.max_abs_log_rho),
+            "mean_k3": json_number(audit.mean_k3),
+            "max_abs_log_rho": json_number(audit.max_abs_log_rho),
         },
         "sequences": [
-            {name: _number(getattr(entry, name)) for name in entry.__dataclass_fields__}
+            {name: json_number(getattr(entry, name)) for name in entry.__dataclass_fields__}
             for entry in audit.sequences
         ],
     }
@@ -260,26 +269,55 @@ def write_results(audit: Audit, folder: str | os.PathLike[str]) -> tuple[Path, .
     Returns:
         The paths of the files.
     """
+    document = as_dict(audit)
+
+    def write_tokens(path: Path) -> None:
+        with path.open("w", newline="") as stream:
+            _write_tokens(audit, stream)
+
+    return write_folder(
+        folder,
+        {"tokens.csv": write_tokens, "audit.json": lambda path: write_json(path, document)},
+    )
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a document as strict JSON."""
+    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def write_folder(
+    folder: str | os.PathLike[str], files: Mapping[str, Callable[[Path], None]]
+) -> tuple[Path, ...]:
+    """Write several files into a folder, all or nothing.
+
+    Args:
+        folder: created if it is absent; files in it with these names are replaced.
+        files: by name, what writes the file at the path that it is given.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ValueError: the folder exists and is a file.
+    """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: exists and is not a folder")
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        with (temporary / "tokens.csv").open("w", newline="") as stream:
-            _write_tokens(audit, stream)
-        text = json.dumps(as_dict(audit), indent=2, allow_nan=False)
-        (temporary / "audit.json").write_text(text + "\n")
-        names = ("tokens.csv", "audit.json")
+        for name, write in files.items():
+            write(temporary / name)
         temporary.chmod(0o755)
         if folder.exists():
-            for name in names:
+            for name in files:
                 os.replace(temporary / name, folder / name)
         else:
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return tuple(folder / name for name in names)
+    return tuple(folder / name for name in files)
 
 
 def _write_tokens(audit: Audit, stream: Any) -> None:
@@ -300,22 +338,17 @@ def _write_tokens(audit: Audit, stream: Any) -> None:
             writer.writerow([b, position, *values])
 
 
-def _tempered(logits: torch.Tensor, policy: PolicyRecord) -> torch.Tensor:
-    """Return logits whose softmax is the policy; in float64 when a division is needed."""
-    return logits if policy.divisor == 1.0 else logits.double() / policy.divisor
-
-
 def _judge(
     kl: torch.Tensor,
     log_ratio: torch.Tensor,
-    counted: torch.Tensor,
-    pair: RolloutPairReader,
+    tokens: torch.Tensor,
+    statistics: TokenStatistics,
     max_kl: float,
 ) -> tuple[SequenceAudit, ...]:
     """Reduce per-token values to one entry per sequence."""
-    layout = trm_ext.SequenceLayout.from_cu_seqlens(pair.cu_seqlens, token_mask=pair.token_mask)
-    verdict = max_kl_verdict(kl, layout, max_kl=max_kl)
-    bounds = pair.cu_seqlens.tolist()
+    counted = statistics.counted
+    verdict = max_kl_verdict(kl, statistics.layout, max_kl=max_kl)
+    bounds = statistics.cu_seqlens.tolist()
     entries = []
     for b, (start, stop) in enumerate(pairwise(bounds)):
         counts = counted[start:stop]
@@ -329,11 +362,11 @@ def _judge(
                 tokens=int(counts.sum()),
                 max_kl=float(verdict.max_kl[b]),
                 position=position,
-                token_id=int(pair.tokens[start + position]) if position >= 0 else -1,
+                token_id=int(tokens[start + position]) if position >= 0 else -1,
                 mean_kl=float(verdict.mean_kl[b]),
                 sum_kl=float(verdict.sum_kl[b]),
                 keep=bool(verdict.keep[b]),
-                reason=trm_ext.Reason(int(verdict.reason[b])).name.lower(),
+                reason=Reason(int(verdict.reason[b])).name.lower(),
                 max_abs_log_rho=float(log_rho[counts].max()) if some else math.nan,
                 log_rho_position=(int(torch.where(counts, log_rho, -1.0).argmax()) if some else -1),
                 mean_k3=float(k3.mean()),
@@ -343,39 +376,13 @@ def _judge(
     return tuple(entries)
 
 
-def _notes(
-    pair: RolloutPairReader, counted: torch.Tensor, rollout_logp: torch.Tensor
-) -> tuple[str, ...]:
-    """What the numbers do not say by themselves."""
-    notes = []
-    for side in ("rollout", "train"):
-        policy: PolicyRecord = getattr(pair.metadata, side)
-        if policy.truncated:
-            notes.append(
-                f"the {side} logits are raw but sampling was truncated (top_k {policy.top_k}, "
-                f"top_p {policy.top_p}, min_p {policy.min_p}): the KL is that of the whole laws"
-            )
-    if pair.metadata.rollout.divisor != pair.metadata.train.divisor:
-        notes.append(
-            f"the two sides are compared at different temperatures "
-            f"({pair.metadata.rollout.temperature} and {pair.metadata.train.temperature})"
-        )
-    if pair.rollout_logps is not None:
-        error = (pair.rollout_logps.double() - rollout_logp)[counted].abs()
-        if len(error) and not float(error.max()) <= 0.05:
-            notes.append(
-                f"rollout_logps differ from the rollout logits by up to {float(error.max()):.3g} "
-                "nats: shifted by one row, or another temperature?"
-            )
-    return tuple(notes)
-
-
-def _policy_dict(policy: PolicyRecord) -> dict[str, Any]:
+def policy_dict(policy: PolicyRecord) -> dict[str, Any]:
+    """Return the known fields of a policy record, ready for strict JSON."""
     names = [name for name in policy.__dataclass_fields__ if name != "extra"]
-    return {name: _number(getattr(policy, name)) for name in names}
+    return {name: json_number(getattr(policy, name)) for name in names}
 
 
-def _number(value: Any) -> Any:
+def json_number(value: Any) -> Any:
     """Return a value that strict JSON can hold."""
     if not isinstance(value, float) or math.isfinite(value):
         return value

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = _parser().parse_args(argv)
+        arguments.command = shlex.join(["trm", *(sys.argv[1:] if argv is None else argv)])
     except SystemExit as stop:  # argparse has printed its sentence, or the help
         return int(stop.code or 0)
     if threading.current_thread() is threading.main_thread():
@@ -83,6 +85,7 @@ def _audit(arguments: argparse.Namespace) -> None:
     from trm_ext.audit import as_dict, audit_file, write_results
     from trm_ext.report.table import print_audit
 
+    text = _token_text(arguments)
     with _bar(arguments, "audit", "tokens") as progress:
         audit = audit_file(
             arguments.file,
@@ -92,12 +95,94 @@ def _audit(arguments: argparse.Namespace) -> None:
         )
     if arguments.out is not None:
         write_results(audit, arguments.out)
+    if arguments.html is not None:
+        from trm_ext.report.audit_page import audit_page
+        from trm_ext.report.page import write_page
+
+        write_page(arguments.html, audit_page(audit, text=text, command=arguments.command))
     if arguments.format == "json":
         _print_json(as_dict(audit))
     else:
         print_audit(audit, sys.stdout)
-        if arguments.out is not None:
-            print(f"written to {arguments.out.resolve()}")
+        _print_written(arguments)
+
+
+def _certify(arguments: argparse.Namespace) -> None:
+    from trm_ext.audit import write_folder, write_json
+    from trm_ext.certification import GateConstants, as_dict, certify_file
+    from trm_ext.report.certificate import print_certification
+    from trm_ext.token_statistics import write_statistics
+
+    text = _token_text(arguments)
+    given = {
+        name: value
+        for name in GateConstants.__dataclass_fields__
+        if (value := getattr(arguments, name)) is not None
+    }
+    if given and arguments.split:
+        raise ValueError("--split chooses the constants: give it or them, not both")
+    with _bar(arguments, "certify", "tokens") as progress:
+        result = certify_file(
+            arguments.file,
+            held_out=arguments.held_out,
+            reward_range=tuple(arguments.reward_range),
+            alpha=arguments.alpha,
+            horizon=arguments.horizon,
+            constants="split" if arguments.split else GateConstants(**given),
+            primary=arguments.primary,
+            chunk_rows=arguments.chunk_rows,
+            progress=progress,
+        )
+    document = as_dict(result)
+    if arguments.out is not None:
+        write_folder(
+            arguments.out,
+            {
+                "certificate.json": lambda path: write_json(path, document),
+                "statistics.safetensors": lambda path: write_statistics(path, result.statistics),
+            },
+        )
+    if arguments.html is not None:
+        from trm_ext.report.certify_page import certify_page
+        from trm_ext.report.page import write_page
+
+        write_page(arguments.html, certify_page(result, text=text, command=arguments.command))
+    if arguments.format == "json":
+        _print_json(document)
+    else:
+        print_certification(result, sys.stdout)
+        _print_written(arguments)
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from trm_ext.audit import write_folder, write_json
+    from trm_ext.calibration import as_dict, calibrate
+    from trm_ext.report.calibration import print_calibration
+
+    _check_page(arguments)
+    with _bar(arguments, "calibrate", "tokens") as progress:
+        result = calibrate(
+            arguments.files,
+            thresholds=arguments.max_kl,
+            target_acceptance=arguments.acceptance,
+            horizon=arguments.horizon,
+            alpha=arguments.alpha,
+            chunk_rows=arguments.chunk_rows,
+            progress=progress,
+        )
+    document = as_dict(result)
+    if arguments.out is not None:
+        write_folder(arguments.out, {"calibration.json": lambda path: write_json(path, document)})
+    if arguments.html is not None:
+        from trm_ext.report.calibrate_page import calibrate_page
+        from trm_ext.report.page import write_page
+
+        write_page(arguments.html, calibrate_page(result, command=arguments.command))
+    if arguments.format == "json":
+        _print_json(document)
+    else:
+        print_calibration(result, sys.stdout)
+        _print_written(arguments)
 
 
 def _record(arguments: argparse.Namespace) -> None:
@@ -107,12 +192,14 @@ def _record(arguments: argparse.Namespace) -> None:
         lines = arguments.prompt_file.read_text(encoding="utf-8").splitlines()
         prompts = tuple(line for line in lines if line.strip())
     else:
-        prompts = PROMPTS[: arguments.prompts]
+        prompts = PROMPTS[: arguments.prompts or 4]
     with _bar(arguments, f"record {arguments.engine}", "sequences") as progress:
         done = record(
             arguments.engine,
             arguments.out,
+            pair=arguments.pair,
             prompts=prompts,
+            samples=arguments.samples,
             max_new_tokens=arguments.max_new_tokens,
             temperature=arguments.temperature,
             seed=arguments.seed,
@@ -124,11 +211,25 @@ def _record(arguments: argparse.Namespace) -> None:
 
 def _demo(arguments: argparse.Namespace) -> None:
     from trm_ext.demo import print_demo, run_demo
+    from trm_ext.pairs import print_pairs, run_pairs
 
+    if arguments.pairs:
+        with _bar(arguments, "pairs", "sequences") as progress:
+            pairs = run_pairs(
+                arguments.out / "pairs",
+                prompts=arguments.prompts or 8,
+                samples=arguments.samples,
+                max_new_tokens=arguments.max_new_tokens,
+                seed=arguments.seed,
+                announce=_announce,
+                progress=progress,
+            )
+        print_pairs(pairs, sys.stdout)
+        return
     with _bar(arguments, "demo", "sequences") as progress:
         demo = run_demo(
             arguments.out,
-            prompts=arguments.prompts,
+            prompts=arguments.prompts or 4,
             max_new_tokens=arguments.max_new_tokens,
             max_kl=arguments.max_kl,
             seed=arguments.seed,
@@ -225,26 +326,139 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="also write audit.json and tokens.csv (one line per token) there, all or nothing",
     )
-    audit.add_argument(
-        "--chunk-rows",
-        type=_positive,
-        metavar="N",
-        help="tokens in memory at a time (default: about 32 MiB of logits per side)",
+    _add_html(audit)
+    _add_tokenizer(audit)
+    _add_chunk_rows(audit)
+
+    certify = verb(
+        "certify",
+        _certify,
+        "does the update improve the expected reward? a certificate from rollouts",
+        "Read a rollout-pair file with rewards (or the statistics that --out wrote) and print\n"
+        "lower limits of J(train) - J(rollout), finite-sample and asymptotic, with one verdict:\n"
+        "CERTIFIED, HARMFUL, VACUOUS or NOT_CERTIFIED. The constants must be chosen before the\n"
+        "rollouts are looked at, or with --split.",
+        bar,
     )
+    certify.add_argument("file", type=Path, metavar="FILE", help="file with rewards")
+    certify.add_argument(
+        "--held-out",
+        action="store_true",
+        help="state that the rollouts were drawn after the train policy was fixed; without it "
+        "the result is labelled optimistic and never CERTIFIED",
+    )
+    certify.add_argument(
+        "--reward-range",
+        type=float,
+        nargs=2,
+        default=(0.0, 1.0),
+        metavar=("LOW", "HIGH"),
+        help="declared range of the rewards (default: 0 1)",
+    )
+    certify.add_argument(
+        "--alpha",
+        type=float,
+        default=0.05,
+        metavar="P",
+        help="failure probability of each one-sided statement (default: %(default)s)",
+    )
+    certify.add_argument(
+        "--horizon", type=_positive, metavar="T", help="largest possible length, if it is known"
+    )
+    certify.add_argument(
+        "--primary",
+        choices=("truncated_weight", "sequence_mask", "frozen_drift"),
+        default="truncated_weight",
+        help="the certificate that decides (default: %(default)s)",
+    )
+    certify.add_argument(
+        "--split",
+        action="store_true",
+        help="choose the constants on every fourth rollout and certify on the others",
+    )
+    for option, meaning in (
+        ("max-kl", "nats: a token above it closes the gate and masks its sequence"),
+        ("max-ratio", "the gate counts ratios as min(rho, this)"),
+        ("shift-budget", "the gate closes when |sum (rho - 1)| exceeds it"),
+        ("kl-budget", "nats: the gate closes when the sum of KL exceeds it"),
+        ("max-abs-log-weight", "W counts as at most 1 + this; C2 masks |log W| above it"),
+    ):
+        certify.add_argument(f"--{option}", type=float, metavar="X", help=meaning)
+    _add_format(certify)
+    certify.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="also write certificate.json and statistics.safetensors there, all or nothing",
+    )
+    _add_html(certify)
+    _add_tokenizer(certify)
+    _add_chunk_rows(certify)
+
+    calibrate = verb(
+        "calibrate",
+        _calibrate,
+        "noise floor of an engine pair, and what each threshold keeps and can say",
+        "Read one or more rollout-pair files (or statistics). Files recorded with\n"
+        "trm record --pair noise-floor give the floor, the others the acceptance by threshold and\n"
+        "length. Two files with the same tokens (two machines, two kernels) are compared token by\n"
+        "token. Warns when a threshold lies below the floor.",
+        bar,
+    )
+    calibrate.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files to read")
+    calibrate.add_argument(
+        "--max-kl",
+        type=_threshold,
+        action="append",
+        default=[],
+        metavar="NATS",
+        help="a threshold to judge, in addition to a grid; may be repeated",
+    )
+    calibrate.add_argument(
+        "--acceptance",
+        type=float,
+        default=0.9,
+        metavar="P",
+        help="share of sequences to keep (default: %(default)s)",
+    )
+    calibrate.add_argument(
+        "--horizon", type=_positive, metavar="T", help="largest possible length, if it is known"
+    )
+    calibrate.add_argument(
+        "--alpha",
+        type=float,
+        default=0.05,
+        metavar="P",
+        help="failure probability of upper limits (default: %(default)s)",
+    )
+    _add_format(calibrate)
+    calibrate.add_argument(
+        "--out", type=Path, metavar="DIR", help="also write calibration.json there"
+    )
+    _add_html(calibrate)
+    _add_chunk_rows(calibrate)
 
     record = verb(
         "record",
         _record,
         "sample from an engine and write a rollout-pair file",
-        "Let an engine sample from SmolLM2-135M, score the same tokens in torch float32, and\n"
-        "write both sides' full logits. The first run converts the model and keeps it under\n"
-        "$TRM_CACHE (default: the user's cache folder).",
+        "Let an engine sample from SmolLM2-135M, score the same tokens in torch float32 (or in\n"
+        "the same engine, which shows its noise floor), and write both sides' full logits and a\n"
+        "reward, the share of distinct words. The first run converts the model and keeps it\n"
+        "under $TRM_CACHE (default: the user's cache folder).",
         bar,
     )
     record.add_argument(
         "--engine", required=True, metavar="NAME", help=f"one of: {', '.join(names())}"
     )
     record.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    record.add_argument(
+        "--pair",
+        choices=("train", "noise-floor"),
+        default="train",
+        help="who scores the sampled tokens: torch float32, or the same engine in one pass "
+        "(default: %(default)s)",
+    )
     _add_sampling(record)
     record.add_argument(
         "--prompt-file",
@@ -266,8 +480,14 @@ def _parser() -> argparse.ArgumentParser:
         "the whole walk on a real model: two engines, one table",
         "Record and audit SmolLM2-135M on two engines, one badly off (CTranslate2 int8) and one\n"
         "nearly exact (CTranslate2 float32), against torch float32. Ends with one table: the\n"
-        "exact KL, and beside it what the sampled token alone would have said.",
+        "exact KL, and beside it what the sampled token alone would have said. With --pairs:\n"
+        "three engines and two stale policies, and what each pair can certify.",
         bar,
+    )
+    demo.add_argument(
+        "--pairs",
+        action="store_true",
+        help="the table of five pairs of policies with certificates, some minutes",
     )
     demo.add_argument(
         "--out",
@@ -339,6 +559,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_html(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write one self-contained HTML page (no script, nothing fetched)",
+    )
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json, or its folder: the page shows tokens as text",
+    )
+
+
 def _add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
@@ -348,13 +586,28 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_chunk_rows(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chunk-rows",
+        type=_positive,
+        metavar="N",
+        help="tokens in memory at a time (default: about 32 MiB of logits per side)",
+    )
+
+
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts",
         type=_prompt_count,
-        default=4,
         metavar="N",
-        help="how many of the 8 built-in prompts (default: %(default)s)",
+        help="how many of the 8 built-in prompts (default: 4; 8 with --pairs)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="sequences per prompt (default: %(default)s)",
     )
     parser.add_argument(
         "--max-new-tokens",
@@ -395,6 +648,32 @@ def _bar(arguments: argparse.Namespace, label: str, unit: str) -> Any:
 
     enabled = arguments.progress or sys.stderr.isatty()
     return ProgressBar(label, unit, sys.stderr, enabled)
+
+
+def _check_page(arguments: argparse.Namespace) -> None:
+    """Refuse a page that cannot be written before any long work."""
+    if arguments.html is not None:
+        from trm_ext.report.page import check_target
+
+        check_target(arguments.html)
+
+
+def _token_text(arguments: argparse.Namespace) -> Any:
+    """Check what was asked of the page before any long work; return the tokenizer, or None."""
+    _check_page(arguments)
+    if arguments.tokenizer is None:
+        return None
+    if arguments.html is None:
+        raise ValueError("--tokenizer is for the page: add --html FILE")
+    from trm_ext.report.token_text import load_tokenizer
+
+    return load_tokenizer(arguments.tokenizer)
+
+
+def _print_written(arguments: argparse.Namespace) -> None:
+    for path in (arguments.out, arguments.html):
+        if path is not None:
+            print(f"written to {path.resolve()}")
 
 
 def _announce(message: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 FORMAT_VERSION = 1
 
@@ -39,7 +40,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
 _REQUIRED = ("rollout_logits", "train_logits", "tokens", "cu_seqlens")
 _OPTIONAL = (
     "token_mask",
@@ -212,16 +213,30 @@ class RolloutPairReader:
             raise RolloutPairError(f"rows {start}:{stop} are outside [0, {self.num_tokens}]")
         return self._rows("rollout_logits", start, stop), self._rows("train_logits", start, stop)
 
-    def chunks(self, chunk_rows: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(
+        self, chunk_rows: int, *, reuse_memory: bool = False
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Iterate over all rows in order, at most ``chunk_rows`` at a time.
+
+        Args:
+            chunk_rows: rows in memory at a time, >= 1.
+            reuse_memory: True reads every chunk into the memory of the one before, which is faster
+                than fresh memory by as much as the reading takes; a chunk is then valid until the
+                next one only.
 
         Returns:
             Iterator over (index of the first row, rollout logits, train logits).
         """
         if chunk_rows < 1:
             raise RolloutPairError(f"chunk_rows must be at least 1, got {chunk_rows}")
+        memory: dict[str, NDArray[np.uint8]] | None = {} if reuse_memory else None
         for start in range(0, self.num_tokens, chunk_rows):
-            yield (start, *self.rows(start, min(start + chunk_rows, self.num_tokens)))
+            stop = min(start + chunk_rows, self.num_tokens)
+            rollout, train = (
+                self._rows(name, start, stop, memory)[:, : self.vocab_size]
+                for name in ("rollout_logits", "train_logits")
+            )
+            yield start, rollout, train
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read one whole tensor by name, known or not."""
@@ -230,23 +245,24 @@ class RolloutPairReader:
         entry = self._tensors[name]
         return self._read(name, entry.begin, entry.end, entry.shape)
 
-    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def _rows(
+        self, name: str, start: int, stop: int, memory: dict[str, NDArray[np.uint8]] | None = None
+    ) -> torch.Tensor:
+        """Some rows of the logits, in new memory or in what ``memory`` holds for this name."""
         entry = self._tensors[name]
         width = self.num_columns * _DTYPES[entry.code].itemsize
         begin, end = entry.begin + start * width, entry.begin + stop * width
-        return self._read(name, begin, end, (stop - start, self.num_columns))
+        part = _TensorEntry(entry.code, (stop - start, self.num_columns), begin, end)
+        into = None
+        if memory is not None:
+            if name not in memory:
+                memory[name] = np.empty(end - begin, dtype=np.uint8)
+            into = memory[name][: end - begin]
+        return _read_tensor(self.path, self._file, self._data_start, name, part, into)
 
     def _read(self, name: str, begin: int, end: int, shape: tuple[int, ...]) -> torch.Tensor:
-        code = self._tensors[name].code
-        if code not in _DTYPES:
-            raise RolloutPairError(f"{self.path}: {name} has dtype {code}, which is not supported")
-        if begin == end:
-            return torch.empty(shape, dtype=_DTYPES[code])
-        raw = np.empty(end - begin, dtype=np.uint8)
-        self._file.seek(self._data_start + begin)
-        if self._file.readinto(raw.data) != len(raw):
-            raise RolloutPairError(f"{self.path}: the file ended while {name} was being read")
-        return torch.from_numpy(raw).view(_DTYPES[code]).reshape(shape)
+        part = _TensorEntry(self._tensors[name].code, shape, begin, end)
+        return _read_tensor(self.path, self._file, self._data_start, name, part)
 
     def _optional(self, name: str) -> torch.Tensor | None:
         return self.tensor(name) if name in self._tensors else None
@@ -273,29 +289,18 @@ class RolloutPairReader:
         self.num_sequences = b
         prompt = self._tensors.get("prompt_tokens")
         expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-            "rollout_logits": ((n, self.num_columns), _FLOATS),
-            "train_logits": ((n, self.num_columns), _FLOATS),
+            "rollout_logits": ((n, self.num_columns), FLOATS),
+            "train_logits": ((n, self.num_columns), FLOATS),
             "tokens": ((n,), ("I64",)),
             "cu_seqlens": ((b + 1,), ("I64",)),
             "token_mask": ((n,), ("BOOL",)),
-            "rollout_logps": ((n,), _FLOATS),
-            "rewards": ((b,), _FLOATS),
+            "rollout_logps": ((n,), FLOATS),
+            "rewards": ((b,), FLOATS),
             "group_ids": ((b,), ("I64",)),
             "prompt_tokens": ((math.prod(prompt.shape) if prompt else 0,), ("I64",)),
             "prompt_cu_seqlens": ((b + 1,), ("I64",)),
         }
-        for name, (shape, codes) in expected.items():
-            entry = self._tensors.get(name)
-            if entry is None:
-                continue
-            if entry.code not in codes:
-                raise RolloutPairError(
-                    f"{where}: {name} has dtype {entry.code}, expected {' or '.join(codes)}"
-                )
-            if entry.shape != shape:
-                raise RolloutPairError(
-                    f"{where}: {name} has shape {list(entry.shape)}, expected {list(shape)}"
-                )
+        check_fields(where, self._tensors, expected)
         if ("prompt_tokens" in self._tensors) != ("prompt_cu_seqlens" in self._tensors):
             raise RolloutPairError(
                 f"{where}: prompt_tokens and prompt_cu_seqlens must be there together"
@@ -317,11 +322,11 @@ class RolloutPairReader:
         known = {*_REQUIRED, *_OPTIONAL, _PADDING}
         self.extra_names = tuple(name for name in self._tensors if name not in known)
         _check_token_ids(where, "tokens", self.tokens, self.vocab_size)
-        _check_boundaries(where, "cu_seqlens", self.cu_seqlens, n)
+        check_boundaries(where, "cu_seqlens", self.cu_seqlens, n)
         if self.prompt_tokens is not None and self.prompt_cu_seqlens is not None:
             _check_token_ids(where, "prompt_tokens", self.prompt_tokens, self.vocab_size)
             total = len(self.prompt_tokens)
-            _check_boundaries(where, "prompt_cu_seqlens", self.prompt_cu_seqlens, total)
+            check_boundaries(where, "prompt_cu_seqlens", self.prompt_cu_seqlens, total)
 
 
 class RolloutPairWriter:
@@ -415,7 +420,7 @@ class RolloutPairWriter:
         limit = self.metadata.vocab_size or rollout_logits.shape[1]
         _check_vector("tokens", tokens, count, (torch.int64,))
         _check_token_ids(self.path, "tokens", tokens, limit)
-        floats = tuple(_DTYPES[code] for code in _FLOATS)
+        floats = tuple(_DTYPES[code] for code in FLOATS)
         if token_mask is not None:
             _check_vector("token_mask", token_mask, count, (torch.bool,))
         if rollout_logps is not None:
@@ -505,7 +510,7 @@ class RolloutPairWriter:
         for name, value in (("rollout_logits", rollout), ("train_logits", train)):
             if value.dim() != 2:
                 raise RolloutPairError(f"{name} has shape {list(value.shape)}, expected [T, V]")
-            if _CODES.get(value.dtype) not in _FLOATS:
+            if _CODES.get(value.dtype) not in FLOATS:
                 raise RolloutPairError(f"{name} has dtype {value.dtype}, expected a float dtype")
         if rollout.shape != train.shape:
             raise RolloutPairError(
@@ -573,6 +578,50 @@ class RolloutPairWriter:
         self._temporary.replace(self.path)
 
 
+def tensor_names(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the names of the tensors in a safetensors file, without reading them.
+
+    Raises:
+        RolloutPairError: as the reader.
+    """
+    with _open(Path(path)) as file:
+        return tuple(_read_header(Path(path), file)[0])
+
+
+def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], PairMetadata]:
+    """Read every tensor of a small file that carries rollout-pair metadata.
+
+    Raises:
+        RolloutPairError: as the reader.
+    """
+    path = Path(path)
+    with _open(path) as file:
+        entries, start, strings = _read_header(path, file)
+        metadata = _parse_metadata(path, strings)
+        return {
+            name: _read_tensor(path, file, start, name, entry) for name, entry in entries.items()
+        }, metadata
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: PairMetadata
+) -> None:
+    """Write a small file with rollout-pair metadata under a temporary name, then rename it."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise RolloutPairError(f"{path}: the folder {path.parent} does not exist")
+    strings = _format_metadata(metadata)
+    _parse_metadata(path, strings)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file({n: t.contiguous() for n, t in tensors.items()}, str(temporary), strings)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def copy_pair(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Copy a rollout-pair file through the reader and the writer, unknown parts included.
 
@@ -635,6 +684,26 @@ def _open(path: Path) -> BufferedReader:
         raise RolloutPairError(f"{path}: no such file") from None
     except OSError as error:
         raise RolloutPairError(f"{path}: cannot be opened ({error.strerror})") from None
+
+
+def _read_tensor(
+    path: Path,
+    file: BufferedReader,
+    data_start: int,
+    name: str,
+    entry: _TensorEntry,
+    into: NDArray[np.uint8] | None = None,
+) -> torch.Tensor:
+    """Read one tensor, or the part of it that ``entry`` describes, into new or given memory."""
+    if entry.code not in _DTYPES:
+        raise RolloutPairError(f"{path}: {name} has dtype {entry.code}, which is not supported")
+    if entry.begin == entry.end:
+        return torch.empty(entry.shape, dtype=_DTYPES[entry.code])
+    raw = np.empty(entry.end - entry.begin, dtype=np.uint8) if into is None else into
+    file.seek(data_start + entry.begin)
+    if file.readinto(raw.data) != len(raw):
+        raise RolloutPairError(f"{path}: the file ended while {name} was being read")
+    return torch.from_numpy(raw).view(_DTYPES[entry.code]).reshape(entry.shape)
 
 
 def _read_header(
@@ -762,6 +831,36 @@ def _format_metadata(metadata: PairMetadata) -> dict[str, str]:
     }
 
 
+def check_fields(
+    path: Path,
+    tensors: Mapping[str, Any],
+    expected: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]],
+) -> None:
+    """Check shape and dtype of every expected tensor that is there.
+
+    Args:
+        path: named in the message.
+        tensors: by name, anything with ``shape`` and a dtype (``code`` or ``dtype``).
+        expected: by name, the shape and the allowed dtypes.
+
+    Raises:
+        RolloutPairError: with the offending shape or dtype.
+    """
+    for name, (shape, codes) in expected.items():
+        entry = tensors.get(name)
+        if entry is None:
+            continue
+        code = entry.code if isinstance(entry, _TensorEntry) else _CODES[entry.dtype]
+        if code not in codes:
+            raise RolloutPairError(
+                f"{path}: {name} has dtype {code}, expected {' or '.join(codes)}"
+            )
+        if tuple(entry.shape) != shape:
+            raise RolloutPairError(
+                f"{path}: {name} has shape {list(entry.shape)}, expected {list(shape)}"
+            )
+
+
 def _check_token_ids(path: Path, name: str, tokens: torch.Tensor, limit: int) -> None:
     bad = ((tokens < 0) | (tokens >= limit)).nonzero()
     if len(bad):
@@ -771,7 +870,8 @@ def _check_token_ids(path: Path, name: str, tokens: torch.Tensor, limit: int) ->
         )
 
 
-def _check_boundaries(path: Path, name: str, bounds: torch.Tensor, total: int) -> None:
+def check_boundaries(path: Path, name: str, bounds: torch.Tensor, total: int) -> None:
+    """Raise RolloutPairError unless ``bounds`` starts at 0, never decreases and ends at total."""
     if int(bounds[0]) != 0:
         raise RolloutPairError(f"{path}: {name} starts at {int(bounds[0])}, expected 0")
     down = (bounds.diff() < 0).nonzero()

@@ -35,7 +35,7 @@ def test_95_percent_certificates_cover_95_percent_of_1000_batches():
     """
     found = coverage.coverage(batches=1000, rollouts=1000)
     finite = [c for c in found if c.finite_sample]
-    assert len(finite) == 4 * len(coverage.CASES)
+    assert len(finite) == 6 * len(coverage.CASES)
     for c in finite:
         assert c.at_least >= c.confidence == 0.95, c
     for c in found:

@@ -78,20 +78,23 @@ def frozen_tree(tree, is_open):
     return tree.with_train(train)
 
 
-def slow_gate(log_ratio, kl, top, mode, delta, cap, b, k):
+def slow_gate(log_ratio, kl, top, mode, delta, cap, b, k, ratio_cap=math.inf):
     """The gates once more, token by token."""
     out = np.zeros(kl.shape, bool)
     for i in range(kl.shape[0]):
-        spent = spent_kl = 0.0
+        spent = drift = spent_kl = 0.0
         closed = False
         for t in range(kl.shape[1]):
             good = kl[i, t] <= delta and top[i, t] <= cap
-            if mode == "budget":
-                good = good and spent <= b and spent_kl <= k
+            if mode in ("budget", "drift"):
+                used = spent if mode == "budget" else abs(drift)
+                good = good and used <= b and spent_kl <= k
             closed = closed or not good
             out[i, t] = good if mode == "token" else not closed
             if out[i, t]:
-                spent += abs(math.expm1(log_ratio[i, t]))
+                step = min(math.exp(log_ratio[i, t]), ratio_cap) - 1
+                spent += abs(step)
+                drift += step
                 spent_kl += kl[i, t]
     return out
 
@@ -100,7 +103,7 @@ def slow_gate(log_ratio, kl, top, mode, delta, cap, b, k):
 @given(
     trees,
     st.integers(0, 10**6),
-    st.sampled_from(["token", "prefix", "budget"]),
+    st.sampled_from(["token", "prefix", "budget", "drift"]),
     st.floats(0.001, 0.5),
     st.floats(0.05, 1.5),
 )
@@ -127,7 +130,8 @@ def test_c3_holds_exactly_on_trees(tree, seed, mode, delta, cap):
     assert found.max_kl <= delta + ROUNDING
     assert found.outside_mass == 0
     # The announced ranges hold.
-    assert np.all(np.abs(g.shift[seen]) <= g.shift_range[1] + ROUNDING)
+    assert np.all(g.shift[seen] >= g.shift_range[0] - ROUNDING)
+    assert np.all(g.shift[seen] <= g.shift_range[1] + ROUNDING)
     assert np.all(g.kl[seen] <= g.kl_limit + ROUNDING)
     # Error and hit terms.
     reward = np.random.default_rng(seed).random(tree.sequences)
@@ -144,6 +148,155 @@ def test_c3_holds_exactly_on_trees(tree, seed, mode, delta, cap):
     assert abs(exact.values(frozen, reward).error) <= error + ROUNDING
     assert v.j_train - v.j_rollout >= surrogate - error - hit_frozen - ROUNDING
     assert hit_frozen <= certify.binary_kl_inverse(min(hit_rollout, 1.0), d) + 1e-9
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    trees,
+    st.integers(0, 10**6),
+    st.sampled_from(["token", "prefix", "budget", "drift"]),
+    st.floats(0.001, 0.5),
+    st.floats(1.0, 1.5),
+)
+def test_c3_with_truncated_ratios_holds_exactly_on_trees(tree, seed, mode, delta, ratio_cap):
+    b, k = 0.3, 0.08
+    the = exact.law(tree)
+    log_ratio, kl, top = token_arrays(tree)
+    g = certify.gate(
+        log_ratio, kl, max_kl=delta, mode=mode, shift_budget=b, kl_budget=k, ratio_cap=ratio_cap
+    )
+    gate = slow_gate(log_ratio, kl, top, mode, delta, math.inf, b, k, ratio_cap)
+    frozen = frozen_tree(tree, gate)
+    seen = the.p > 0
+    assert exact.summary(frozen).seq_kl == pytest.approx(mean(the.p, g.kl), abs=1e-12)
+    assert np.all(g.shift[seen] <= exact.law(frozen).s[seen] + 1e-10)  # a lower bound of it
+    low, high = g.shift_range
+    assert np.all((g.shift[seen] >= low - ROUNDING) & (g.shift[seen] <= high + ROUNDING))
+    assert math.isfinite(high)  # without any row maximum
+    reward = np.random.default_rng(seed).random(tree.sequences)
+    v = exact.values(tree, reward)
+    hit_rollout = min(float(the.p[g.hit].sum()), 1.0)
+    hit_frozen = certify.binary_kl_inverse(hit_rollout, mean(the.p, g.kl))
+    lower = mean(the.p, reward * g.shift) - mean(the.p, g.kl) - hit_frozen
+    assert v.j_train - v.j_rollout >= lower - 1e-9
+
+
+def test_the_drift_budget_does_not_shrink_with_length():
+    """At a fixed total KL the sum of |rho - 1| grows like sqrt(T), the running sum does not."""
+    rng = np.random.default_rng(0)
+    hits = {}
+    for length in (16, 1024):
+        pair = BernoulliProduct(0.5, 0.5 + 0.2 / math.sqrt(length), length)
+        _, log_ratio = sample_rollouts(pair, 400, rng)
+        kl = np.full(log_ratio.shape, pair.token["max_kl"])
+        for mode in ("budget", "drift"):
+            g = certify.gate(
+                log_ratio, kl, max_kl=0.1, mode=mode, shift_budget=1.5, kl_budget=1.0, ratio_cap=2.0
+            )
+            hits[mode, length] = int(g.hit.sum())
+    assert hits["budget", 16] > 200 and hits["budget", 1024] == 400  # 16 * 0.1 = 1.6, 1024 -> 12.8
+    assert hits["drift", 16] < 10 and hits["drift", 1024] < 10  # 1.5 is 3.75 standard deviations
+
+
+def test_an_unknown_horizon_enters_nothing():
+    rng = np.random.default_rng(2)
+    ratio, kl = rng.normal(0, 0.01, (500, 4)), np.full((500, 4), 1e-6)
+    made = {}
+    for horizon in (None, 9, math.inf):
+        g = certify.gate(
+            ratio,
+            kl,
+            max_kl=1e-6,
+            row_max_log_ratio=np.full((500, 4), 0.05),
+            max_log_ratio=0.1,
+            mode="drift",
+            kl_budget=1.0,
+            horizon=horizon,
+        )
+        made[horizon] = g.kl_limit, certify.frozen_certificate(np.ones(500), g)
+    assert made[None][0] == pytest.approx(4e-6) and made[9][0] == pytest.approx(9e-6)
+    assert made[math.inf][0] == pytest.approx(1 + 1e-6)
+    errors = [c.parts["error_bound"] for _, c in made.values()]
+    assert errors[0] < errors[1] < errors[2]
+    with pytest.raises(ValueError, match=r"horizon 3 is below the 4 tokens"):
+        certify.gate(ratio, kl, max_kl=1.0, horizon=3)
+    with pytest.raises(ValueError, match=r"ratio_cap must be a number >= 1, got 0\.5"):
+        certify.gate(ratio, kl, max_kl=1.0, ratio_cap=0.5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees, st.integers(0, 10**6), st.floats(0.01, 2.0), st.floats(0.0, 0.5))
+def test_c0_holds_exactly_on_trees_and_dominates_c2(tree, seed, k, delta):
+    the = exact.law(tree)
+    reward = np.random.default_rng(seed).random(tree.sequences)
+    v = exact.values(tree, reward)
+    step = np.minimum(the.w, 1 + k) - 1
+    assert mean(the.p, reward * step) <= v.j_train - v.j_rollout + ROUNDING
+    with np.errstate(divide="ignore"):
+        log_w = np.log(the.w)
+    keep = (token_arrays(tree)[1].max(axis=1) <= delta) & (np.abs(log_w) <= k)
+    assert np.all(reward * step >= certify.mask_statistic(reward, log_w, keep) - ROUNDING)
+
+
+def test_truncated_weight_certificate_is_its_formula():
+    log_w = np.array([0.0, -np.inf, 0.2, 3.0, np.nan] * 40)
+    reward = np.tile([2.0, 3.0, 1.5, 3.0, 2.0], 40)
+    c = certify.truncated_weight_certificate(
+        reward, log_w, max_weight=2.5, reward_range=(1.0, 3.0), alpha=0.1
+    )
+    step = np.tile([0.0, -1.0, math.expm1(0.2), 1.5, -1.0], 40)
+    x = (reward - 1) * step
+    expected = certify.empirical_bernstein(x, -2.0, 3.0, 0.1)
+    assert c.lower_bound == pytest.approx(expected.lower, rel=1e-12)
+    assert c.parts["truncated"] == 0.2
+    with pytest.raises(ValueError, match=r"max_weight must be a finite number > 1, got 1"):
+        certify.truncated_weight_certificate(reward / 3, log_w, max_weight=1)
+
+
+def test_the_betting_limit_covers_and_is_the_largest_such_mean():
+    x = [3.1, 3.6, 3.0, 3.5]
+    i = certify.nonnegative_lower(x, 0.05)
+    bets = [2.0**-j for j in range(8)]
+
+    def wealth(m):
+        total = sum(bets)
+        return sum(
+            bet / total * math.prod(1 + bet * (value / m - 1) for value in x) for bet in bets
+        )
+
+    assert wealth(i.lower) == pytest.approx(20, rel=1e-9)
+    assert certify.nonnegative_lower([0.0, 0.0], 0.05).lower == 0
+    assert certify.nonnegative_lower([1.0, math.inf], 0.05).upper == math.inf
+    with pytest.raises(ValueError, match="must be a number >= 0, got -1"):
+        certify.nonnegative_lower([1.0, -1.0], 0.05)
+    # 2000 batches from a heavy tail at alpha = 0.1; above 260 failures: Chernoff, below 1e-3.
+    rng = np.random.default_rng(3)
+    draws = rng.lognormal(0, 1.5, (2000, 30))
+    failures = sum(certify.nonnegative_lower(d, 0.1).lower > math.exp(1.5**2 / 2) for d in draws)
+    assert failures <= 260
+    lower = [certify.nonnegative_lower(d, 0.1).lower for d in rng.exponential(1, (50, 400))]
+    assert np.median(lower) > 0.75  # and it is not the trivial limit
+
+
+def test_a_baseline_changes_the_noise_and_not_the_mean():
+    rng = np.random.default_rng(6)
+    reward, shift = 0.9 + 0.05 * rng.random(4000), rng.normal(0, 0.3, 4000)
+    kl = np.full(4000, 0.01)
+    plain = certify.seq_kl_certificate(reward, shift, kl)
+    based = certify.seq_kl_certificate(reward, shift, kl, baseline=0.925)
+    expected = certify.clt((reward - 0.925) * shift - kl, 0.05)
+    assert based.lower_bound == pytest.approx(expected.lower, rel=1e-12)
+    assert based.parts["radius"] < 0.05 * plain.parts["radius"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees, st.integers(0, 10**6), st.floats(-1, 1))
+def test_the_baseline_has_mean_zero_with_the_outside_mass(tree, seed, baseline):
+    the = exact.law(tree)
+    outside = np.zeros(the.p.shape)
+    for t in range(tree.length):
+        outside += the.rows[t].outside[tree.contexts(t)]
+    assert mean(the.p, baseline * (the.s + outside)) == pytest.approx(0, abs=1e-12)
 
 
 def test_gate_ignores_padding_and_closes_on_nan():
@@ -250,7 +403,8 @@ def test_frozen_certificate_spends_a_third_of_alpha_on_each_term():
     c = certify.frozen_certificate(reward, g, alpha=0.06, reward_range=(1.0, 3.0))
     hits = certify.clopper_pearson(int(g.hit.sum()), 900, 0.02)
     divergence = certify.empirical_bernstein(g.kl, 0, 3 * 0.01, 0.02)
-    gain = certify.empirical_bernstein((reward - 1) * g.shift, -6.0, 6.0, 0.02)
+    high = 3 * math.expm1(0.3) * 2
+    gain = certify.empirical_bernstein((reward - 1) * g.shift, -6.0, high, 0.02)
     worst = certify.binary_kl_inverse(hits.upper, divergence.upper)
     assert c.parts["hit_bound"] == worst > hits.upper
     assert c.parts["seq_kl_radius"] == pytest.approx(divergence.upper - divergence.estimate)
@@ -262,15 +416,19 @@ def test_frozen_certificate_spends_a_third_of_alpha_on_each_term():
     assert c.lower_bound == pytest.approx(gain.lower - 2 * (error + worst), rel=1e-12)
 
 
-def test_asymptotic_certificates_use_the_one_sided_normal_quantile_and_the_span():
+def test_asymptotic_certificates_use_the_one_sided_student_quantile_and_the_span():
     rng = np.random.default_rng(5)
     reward, shift, kl = 1 + 2 * rng.random(400), rng.normal(0, 0.2, 400), rng.random(400) * 0.02
     c = certify.seq_kl_certificate(reward, shift, kl, alpha=0.05, reward_range=(1.0, 3.0))
     x = (reward - 1) * shift - 2 * kl
-    expected = x.mean() - 1.6448536269514722 * x.std(ddof=1) / 20
+    expected = x.mean() - 1.648681533555426 * x.std(ddof=1) / 20  # Student, 399 degrees of freedom
     assert c.lower_bound == pytest.approx(expected, rel=1e-12)
     interval = certify.clt(x, 0.05)
     assert interval.upper - interval.estimate == pytest.approx(interval.estimate - interval.lower)
+    two = certify.clt([0.0, 2.0], 0.05)
+    assert two.upper == pytest.approx(1 + math.tan(0.45 * math.pi), rel=1e-12)  # Cauchy quantile
+    hopeless = certify.seq_kl_certificate(reward, shift, kl + 50, reward_range=(1.0, 3.0))
+    assert hopeless.lower_bound == -2  # the span: no more can be lost
 
 
 def test_budget_gate_makes_the_range_useful_and_raw_sums_do_not():
@@ -330,8 +488,8 @@ def test_clopper_pearson_inverts_the_binomial_tail():
 
 def test_rollouts_needed_is_the_smallest_number():
     n = certify.rollouts_needed(0.2, 3.0, 0.05, 0.05)
-    assert certify._bernstein_radius(0.2, 3.0, n, 0.05) <= 0.05
-    assert certify._bernstein_radius(0.2, 3.0, n - 1, 0.05) > 0.05
+    assert certify.bernstein_radius(0.2, 3.0, n, 0.05) <= 0.05
+    assert certify.bernstein_radius(0.2, 3.0, n - 1, 0.05) > 0.05
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-9, 0.01, 0.4, 0.999, 1.0])

@@ -133,6 +133,17 @@ def test_raw_logits_are_divided_by_each_temperature(tmp_path: Path) -> None:
     assert "different temperatures (0.7 and 1.3)" in audit.notes[0]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rollout_log_probability_of_every_token(tmp_path: Path, temperature: float) -> None:
+    metadata = PairMetadata(rollout=PolicyRecord(temperature=temperature))
+    content = make(tmp_path / "pair", metadata=metadata, holes=True)
+    audit = audit_file(tmp_path / "pair", 0.034, chunk_rows=4)
+    logp = log_softmax(content["x"] / temperature, axis=-1)
+    logp = np.take_along_axis(logp, content["tokens"][:, None], axis=-1)[:, 0]
+    expected = np.where(content["mask"], logp, 0)
+    np.testing.assert_allclose(audit.logp_rollout.numpy(), expected, rtol=1e-6, atol=0)
+
+
 def test_processed_logits_are_taken_as_they_are(tmp_path: Path) -> None:
     side = PolicyRecord(temperature=0.7, top_k=20, logits="processed")
     content = make(tmp_path / "pair", metadata=PairMetadata(rollout=side, train=side))

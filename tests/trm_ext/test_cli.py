@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trm_ext import cli
+from trm_ext import GateConstants, calibrate, cli
 from trm_ext.audit import audit_file
+from trm_ext.calibration import as_dict as as_calibration
+from trm_ext.certification import as_dict as as_certificate
+from trm_ext.certification import certify_file
 from trm_ext.io import RolloutPairWriter
 
 
@@ -82,6 +85,85 @@ def test_audit_json(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert document["summary"]["masked"] == 1
 
 
+@pytest.fixture
+def rewarded(tmp_path: Path) -> Path:
+    """Forty rollouts whose last token earns the reward, and a train policy that favours it."""
+    rng = torch.Generator().manual_seed(4)
+    path = tmp_path / "rewarded.safetensors"
+    with RolloutPairWriter(path) as writer:
+        for _ in range(40):
+            x = torch.randn(5, 8, generator=rng)
+            y = x.clone()
+            y[-1, :4] += 0.3
+            tokens = torch.multinomial(x.softmax(-1), 1, generator=rng)[:, 0]
+            writer.append_sequence(x, y, tokens, reward=float(tokens[-1] < 4))
+    return path
+
+
+def test_certify_table_through_a_process(rewarded: Path, tmp_path: Path) -> None:
+    code, out, err = run("certify", rewarded, "--held-out", "--out", tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    result = certify_file(rewarded, held_out=True)
+    assert out.splitlines()[0] == f"{result.verdict}: {result.reasons[0]}"
+    assert out.splitlines()[1] == f"{result.asymptotic_verdict} by {result.reasons[1]}"
+    assert "held-out rollouts; 40 rollouts, 200 tokens, longest 5; reward in [0, 1]" in out
+    for c in result.certificates:
+        assert f" {c.lower_bound:.3g}  " in out
+    for bound in result.bounds:
+        assert any(
+            line.startswith(bound.name) and f" {bound.value:.3g} " in line
+            for line in out.splitlines()
+        )
+    assert result.bottleneck is not None
+    for sentence in (*result.bottleneck.sentences, *result.notes):
+        assert sentence in out
+    assert f"{result.rollouts_needed.truncated_weight} for C0" in out
+    # what was written certifies again, without logits
+    assert sorted(os.listdir(tmp_path / "out")) == ["certificate.json", "statistics.safetensors"]
+    document = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert document == as_certificate(result)
+    again = certify_file(tmp_path / "out" / "statistics.safetensors", held_out=True)
+    assert {**as_certificate(again), "file": ""} == {**document, "file": ""}
+
+
+def test_certify_takes_its_options(rewarded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["certify", str(rewarded), "--format", "json", "--reward-range", "-1", "2"]
+    arguments += ["--alpha", "0.1", "--horizon", "9", "--primary", "frozen_drift"]
+    constants = GateConstants(0.5, 3.0, 2.0, 1.5, 0.25)
+    for name in GateConstants.__dataclass_fields__:
+        arguments += [f"--{name.replace('_', '-')}", str(getattr(constants, name))]
+    assert cli.main(arguments) == cli.OK
+    found = json.loads(capsys.readouterr().out)
+    expected = certify_file(
+        rewarded,
+        reward_range=(-1.0, 2.0),
+        alpha=0.1,
+        horizon=9,
+        primary="frozen_drift",
+        constants=constants,
+    )
+    assert found == as_certificate(expected)
+    assert found["label"] == "optimistic: same data" and found["verdict"] == "NOT_CERTIFIED"
+    assert cli.main(["certify", str(rewarded), "--format", "json", "--split"]) == cli.OK
+    assert json.loads(capsys.readouterr().out)["num_split"] == 10
+
+
+def test_calibrate_in_both_formats(
+    rewarded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["calibrate", str(rewarded), "--max-kl", "0.02", "--max-kl", "0.5"]
+    arguments += ["--acceptance", "0.75", "--horizon", "9", "--out", str(tmp_path / "out")]
+    assert cli.main([*arguments, "--format", "json"]) == cli.OK
+    expected = calibrate([rewarded], thresholds=[0.02, 0.5], target_acceptance=0.75, horizon=9)
+    document = json.loads(capsys.readouterr().out)
+    assert document == as_calibration(expected)
+    assert json.loads((tmp_path / "out" / "calibration.json").read_text()) == document
+    assert cli.main(arguments) == cli.OK
+    out = capsys.readouterr().out
+    assert "75% are kept at max KL <=" in out and "\x1b" not in out
+
+
 def test_progress_is_on_stderr_only_when_asked(
     pair: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,12 +185,34 @@ BAD = {
     "words": (["audit", "FILE", "--max-kl", "small"], "expected a number >= 0, got 'small'"),
     "format": (["audit", "FILE", "--max-kl", "1", "--format", "xml"], "invalid choice: 'xml'"),
     "chunk": (["audit", "FILE", "--max-kl", "1", "--chunk-rows", "0"], ">= 1, got '0'"),
+    "no rewards": (["certify", "FILE"], "no rewards: a certificate is about the expected reward"),
+    "certify alpha": (["certify", "FILE", "--alpha", "2"], "alpha must lie strictly between 0 and"),
+    "certify range": (
+        ["certify", "FILE", "--reward-range", "1", "0"],
+        "reward_range must be finite with low < high, got [1, 0]",
+    ),
+    "split and constants": (
+        ["certify", "FILE", "--split", "--max-kl", "0.1"],
+        "--split chooses the constants: give it or them, not both",
+    ),
+    "primary": (["certify", "FILE", "--primary", "best"], "invalid choice: 'best'"),
+    "constant": (
+        ["certify", "FILE", "--max-ratio", "0.5"],
+        "max_ratio must be a finite number >= 1, got 0.5",
+    ),
+    "acceptance": (["calibrate", "FILE", "--acceptance", "0"], "target_acceptance must be in (0"),
+    "calibrate nothing": (["calibrate"], "the following arguments are required: FILE"),
+    "calibrate horizon": (["calibrate", "FILE", "--horizon", "2"], "below the longest sequence, 3"),
+    "pair": (
+        ["record", "--engine", "torch-bf16", "--out", "OUT", "--pair", "self"],
+        "invalid choice: 'self'",
+    ),
     "absent": (["audit", "/absent/pair", "--max-kl", "1"], "/absent/pair: no such file"),
     "out is a file": (["audit", "FILE", "--max-kl", "1", "--out", "FILE"], "not a folder"),
     "engine": (
         ["record", "--engine", "vllm", "--out", "OUT"],
         "unknown engine 'vllm'; the engines are ctranslate2-int8, ctranslate2-float32, "
-        "torch-bf16, llama-cpp",
+        "torch-bf16, torch-float32, llama-cpp",
     ),
     "prompts": (["demo", "--prompts", "9"], "expected a whole number from 1 to 8, got '9'"),
     "temperature": (
@@ -204,7 +308,10 @@ def test_reader_of_stdout_may_leave(pair: Path) -> None:
     process.stderr.close()
 
 
-@pytest.mark.parametrize("verb", [[], ["info"], ["audit"], ["record"], ["demo"], ["validate"]])
+@pytest.mark.parametrize(
+    "verb",
+    [[], ["info"], ["audit"], ["certify"], ["calibrate"], ["record"], ["demo"], ["validate"]],
+)
 def test_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*verb, "--help"]) == 0
     text = capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trm_ext import engines
-from trm_ext.engines import EngineNotInstalledError, UnknownEngineError, smollm2
+from trm_ext.engines import EngineError, EngineNotInstalledError, UnknownEngineError, smollm2
 from trm_ext.engines.sampling import Sampler
 
 PROMPT = "What is the capital of France? Answer in one word."
@@ -47,7 +47,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_unknown_engine_lists_the_names() -> None:
     message = (
         "unknown engine 'sglang'; the engines are ctranslate2-int8, ctranslate2-float32, "
-        "torch-bf16, llama-cpp"
+        "torch-bf16, torch-float32, llama-cpp"
     )
     with pytest.raises(UnknownEngineError, match=re.escape(message)):
         engines.load("sglang")
@@ -191,8 +191,10 @@ def mean_kl(rollout: torch.Tensor, train: torch.Tensor) -> float:
 
 
 # How far each engine may be from torch float32 (mean KL, nats): float32 agrees to rounding, the
-# others are off by what their precision costs. A row too far costs more than 0.1 everywhere.
+# others are off by what their precision costs. A row too far costs more than 0.1 everywhere. The
+# same ranges hold between an engine's decode and its own prefill: its noise floor.
 RANGES = {
+    "torch-float32": ("transformers", 0.0, 1e-9),
     "ctranslate2-float32": ("ctranslate2", 0.0, 1e-9),
     "ctranslate2-int8": ("ctranslate2", 1e-3, 1.0),
     "torch-bf16": ("transformers", 1e-5, 1e-1),
@@ -212,6 +214,14 @@ def test_row_t_is_the_law_of_token_t(name: str) -> None:
     prompt = smollm2.chat_tokens(smollm2.load_tokenizer(), PROMPT)
     engine = engines.load(name, seed=5)
     rollout = engine.generate(prompt, max_new_tokens=8, temperature=1.0)
+    if name == "llama-cpp":
+        with pytest.raises(EngineError, match="has no noise-floor pair"):
+            engine.logits(prompt, rollout.tokens)
+    else:
+        prefill = engine.logits(prompt, rollout.tokens)
+        assert prefill.shape == rollout.logits.shape and prefill.dtype == torch.float32
+        assert mean_kl(rollout.logits, prefill) < high
+        assert mean_kl(rollout.logits[1:], prefill[:-1]) > 0.1
     engine.close()
     assert 2 <= len(rollout.tokens) <= 8
     assert rollout.logits.shape == (len(rollout.tokens), smollm2.VOCAB_SIZE)
@@ -221,3 +231,42 @@ def test_row_t_is_the_law_of_token_t(name: str) -> None:
     # the sampled tokens are likely under the rows they are said to come from
     logp = torch.log_softmax(rollout.logits.double(), -1).gather(1, rollout.tokens[:, None])
     assert float(logp.mean()) > -5.0
+
+
+@needs()
+def test_a_policy_gradient_step_raises_what_was_better() -> None:
+    import transformers
+
+    from trm_ext.engines.torch_lm import TorchPolicy
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    policy = object.__new__(TorchPolicy)
+    policy._model = transformers.LlamaForCausalLM(config).eval()
+    samples = [([1, 2], torch.tensor([3, 4, 5])), ([1, 6], torch.tensor([7, 8]))]
+    advantages = torch.tensor([0.5, -0.5])
+
+    def objective() -> float:
+        total = 0.0
+        for (prompt, tokens), advantage in zip(samples, advantages.tolist(), strict=True):
+            logp = torch.log_softmax(policy.logits(prompt, tokens).double(), -1)
+            total += advantage * float(logp.gather(1, tokens[:, None]).sum()) / 2
+        return total
+
+    before, weights = objective(), [w.detach().clone() for w in policy._model.parameters()]
+    policy.policy_gradient_step(samples, advantages, 1e-3)
+    assert objective() > before
+    moves = [
+        float((new.detach() - old).abs().max())
+        for new, old in zip(policy._model.parameters(), weights, strict=True)
+    ]
+    # AdamW's first step moves every weight with a gradient by the learning rate
+    assert max(moves) == pytest.approx(1e-3, rel=1e-3)
+    assert all(w.grad is None for w in policy._model.parameters())

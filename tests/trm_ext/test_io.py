@@ -100,6 +100,19 @@ def test_reads_what_the_safetensors_library_wrote(tmp_path: Path, chunk_rows: in
     assert torch.equal(torch.cat([train for _, _, train in chunks]), values["train_logits"])
 
 
+@pytest.mark.parametrize("chunk_rows", [1, 2, 3, 5, 99])
+def test_chunks_in_the_same_memory(tmp_path: Path, chunk_rows: int) -> None:
+    values = tensors()
+    with RolloutPairReader(save(tmp_path / "pair", values)) as pair:
+        seen, places = [], set()
+        for start, rollout, train in pair.chunks(chunk_rows, reuse_memory=True):
+            assert torch.equal(rollout, values["rollout_logits"][start : start + chunk_rows])
+            assert torch.equal(train, values["train_logits"][start : start + chunk_rows])
+            seen.append(len(rollout))
+            places.add((rollout.data_ptr(), train.data_ptr()))
+    assert sum(seen) == 5 and len(places) == 1
+
+
 def test_optional_fields_and_row_pieces(tmp_path: Path) -> None:
     values = tensors()
     mask = torch.tensor([True, False, True, True, False])
@@ -390,7 +403,8 @@ def test_interrupt_inside_close_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_is_bounded_by_the_chunk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reuse_memory", [False, True])
+def test_memory_is_bounded_by_the_chunk(tmp_path: Path, reuse_memory: bool) -> None:
     """A sparse file of 200 MB, read with less than 3 MB."""
     n, v = 512, 50_000
     path = tmp_path / "pair"
@@ -415,7 +429,8 @@ def test_memory_is_bounded_by_the_chunk(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         with RolloutPairReader(path) as pair:
-            rows = sum(len(rollout) for _, rollout, _ in pair.chunks(2))
+            chunks = pair.chunks(2, reuse_memory=reuse_memory)
+            rows = sum(len(rollout) for _, rollout, _ in chunks)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

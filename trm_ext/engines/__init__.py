@@ -58,6 +58,14 @@ class Engine(Protocol):
         """
         ...
 
+    def logits(self, prompt: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Score given tokens after a prompt in one pass (prefill): float32 ``[T, V]``, raw.
+
+        Row t is the distribution of ``tokens[t]``. What this differs by from the logits that
+        :meth:`generate` reports for the same tokens is the engine's own noise floor.
+        """
+        ...
+
     def close(self) -> None:
         """Free the model."""
         ...
@@ -68,6 +76,7 @@ _REGISTRY: dict[str, tuple[str, str, dict[str, str], tuple[str, ...]]] = {
     "ctranslate2-int8": ("ct2", "load", {"precision": "int8"}, ("ctranslate2",)),
     "ctranslate2-float32": ("ct2", "load", {"precision": "float32"}, ("ctranslate2",)),
     "torch-bf16": ("torch_lm", "load", {"precision": "bfloat16"}, ("transformers",)),
+    "torch-float32": ("torch_lm", "load", {"precision": "float32"}, ("transformers",)),
     "llama-cpp": ("llamacpp", "load", {}, ("llama_cpp",)),
 }
 _HOW_TO_INSTALL = {

@@ -48,6 +48,13 @@ class CTranslate2Engine:
         logits = torch.from_numpy(np.stack(rows).reshape(len(rows), -1))
         return Rollout(tokens=tokens, logits=logits)
 
+    def logits(self, prompt: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Score given tokens in one pass; see :class:`trm_ext.engines.Engine`."""
+        context = [*prompt, *tokens.tolist()[:-1]]
+        found = self._generator.forward_batch([context], return_log_probs=False)
+        rows = torch.from_numpy(np.array(found, dtype=np.float32)[0])
+        return rows[len(prompt) - 1 :].clone()
+
     def close(self) -> None:
         """Free the model."""
         self._generator.unload_model()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from trm_ext.engines import Rollout, smollm2
+from trm_ext.engines import EngineError, Rollout, smollm2
 from trm_ext.engines.sampling import Sampler
 
 
@@ -50,6 +50,10 @@ class LlamaCppEngine:
                 break
             step = [token]
         return Rollout(tokens=torch.tensor(tokens, dtype=torch.int64), logits=torch.stack(rows))
+
+    def logits(self, prompt: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Refuse: the context is built to hand out the last position's logits only."""
+        raise EngineError("llama-cpp records decode logits only, so it has no noise-floor pair")
 
     def close(self) -> None:
         """Free the model now: at interpreter exit it is too late for llama.cpp."""

@@ -127,6 +127,11 @@ def chat_tokens(tokenizer: Any, prompt: str) -> list[int]:
     return [int(token) for token in ids]
 
 
+def text(tokenizer: Any, tokens: torch.Tensor) -> str:
+    """Return the text of sampled tokens, without the end-of-sequence mark."""
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+
 def dequantised_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight of a llama-architecture GGUF file in float32, under its torch name.
 

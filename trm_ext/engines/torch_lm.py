@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,7 +25,7 @@ class TorchPolicy:
 
         folder = smollm2.huggingface_folder(announce)
         self.name = "torch"
-        self.version = torch.__version__
+        self.version = str(torch.__version__)
         self.precision = precision
         with smollm2.quiet():
             model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -69,6 +69,33 @@ class TorchPolicy:
                 break
             step = torch.tensor([[token]], dtype=torch.int64)
         return Rollout(tokens=torch.tensor(tokens, dtype=torch.int64), logits=torch.stack(rows))
+
+    def policy_gradient_step(
+        self,
+        samples: Sequence[tuple[list[int], torch.Tensor]],
+        advantages: torch.Tensor,
+        learning_rate: float,
+    ) -> None:
+        """Take one AdamW step on the policy gradient of a batch: the policy becomes stale by it.
+
+        loss = -(1/N) sum_i A_i sum_t log q(y_t), gradient norm clipped at 1, no weight decay.
+
+        Args:
+            samples: N pairs of prompt and sampled tokens.
+            advantages: ``[N]``.
+            learning_rate: of AdamW, otherwise with torch's defaults.
+        """
+        parameters = list(self._model.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+        for (prompt, tokens), advantage in zip(samples, advantages.tolist(), strict=True):
+            context = torch.cat([torch.tensor(prompt, dtype=torch.int64), tokens[:-1]])[None]
+            out = self._model(input_ids=context, logits_to_keep=len(tokens), use_cache=False)
+            logps = torch.log_softmax(out.logits[0].float(), dim=-1)
+            total = logps.gather(1, tokens[:, None]).sum()
+            (-advantage / len(samples) * total).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
     def close(self) -> None:
         """Free the model."""
