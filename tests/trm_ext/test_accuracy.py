@@ -5,13 +5,15 @@ Truth is the float64 twin of the *stored* logits (mpmath for spot checks); the K
 is nominal. Printed with ``pytest -s``.
 """
 
+import math
+
 import mpmath as mp
 import pytest
 import torch
 
 import trm_ext as trm
 from tests.rows import GRADIENT_RTOL, KL_RTOL, base_rows, exact_kl
-from trm_ext import reference
+from trm_ext import _lib, reference
 from trm_ext.outputs import encode
 
 KLS = (1e-9, 1e-6, 1e-3, 0.1, 1.0, 10.0)
@@ -103,6 +105,61 @@ def test_sixteen_bit_table(vocab):
     assert max(map(max, table.values())) <= KL_RTOL
 
 
+def relative_gradient_error(x, y):
+    """Relative L2 error of d kl / d train, over all rows at once."""
+    vocab = x.shape[-1]
+    leaf = y.clone().requires_grad_()
+    trm.token_divergence(x, leaf).kl.sum().backward()
+    bits, rows = encode(["kl"]), (None, None, None, None)
+    statistics = reference.token_divergence(x, y, *rows, vocab, bits)[2]
+    want = reference.token_divergence_backward(
+        torch.ones(1, len(x)), x, y, statistics, *rows, 0, vocab, bits, False, True
+    )[1]
+    return float((leaf.grad.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("vocab", (1000, 49152))
+@pytest.mark.parametrize("capability", _lib.CPU_CAPABILITIES)
+def test_one_logit_table(capability, vocab):
+    """A flat row whose one moved token is the largest: equal terms, and a misleading maximum.
+
+    All other columns have the same weight, so rounding errors add up instead of averaging out; and
+    the difference of the maxima is the log-ratio of no column but the moved one.
+    """
+    try:
+        _lib.force_cpu_capability(capability)
+    except ValueError as lacking:
+        pytest.skip(str(lacking))
+    try:
+        table, gradients = {}, {}
+        for p in (1e-4, 1e-3, 0.1, 0.3, 0.5):
+            pairs = []
+            for kl in (1e-9, 1e-6, 1e-3):
+                x = torch.zeros(1, vocab, dtype=torch.float64)
+                x[0, vocab // 3] = math.log(p / (1 - p) * (vocab - 1))
+                y = x.clone()
+                y[0, vocab // 3] += math.sqrt(2 * kl / p)
+                pairs.append((x.float(), y.float()))
+            table[f"p = {p}"] = [worst(x, y) for x, y in pairs]
+            gradients[f"p = {p}"] = [relative_gradient_error(x, y) for x, y in pairs]
+    finally:
+        _lib.force_cpu_capability(None)
+    print_table(f"V = {vocab}, one logit, {capability}: kl", table, (1e-9, 1e-6, 1e-3))
+    print_table("relative L2 error of d kl / d train", gradients, (1e-9, 1e-6, 1e-3))
+    assert max(map(max, table.values())) <= KL_RTOL
+    assert max(map(max, gradients.values())) <= GRADIENT_RTOL
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_sixteen_bit_log_probs_against_raw_logits(dtype):
+    """Their differences need more than 24 bits: 15 against -1e-4."""
+    x, y = nominal_pair("peaked", 32768, 1e-3)
+    x = x - x.amax(-1, keepdim=True) + 15
+    error = worst(x.to(dtype), torch.log_softmax(y, -1).to(dtype))
+    print(f"{dtype}: {error:.1e}")
+    assert error <= KL_RTOL
+
+
 def test_gradient_table():
     table = {}
     for kind in KINDS:
@@ -111,15 +168,7 @@ def test_gradient_table():
             for kl in KLS:
                 x, y = nominal_pair(kind, 32768, kl)
                 x, y = x.float(), offset(y, name).float()
-                leaf = y.clone().requires_grad_()
-                trm.token_divergence(x, leaf).kl.sum().backward()
-                bits = encode(["kl"])
-                rows = (None, None, None, None)
-                statistics = reference.token_divergence(x, y, *rows, 32768, bits)[2]
-                want = reference.token_divergence_backward(
-                    torch.ones(1, 2), x, y, statistics, *rows, 0, 32768, bits, False, True
-                )[1]
-                errors.append(float((leaf.grad.double() - want).norm() / want.norm()))
+                errors.append(relative_gradient_error(x, y))
             table[f"{kind}, {name}"] = errors
     print_table("V = 32768, float32: relative L2 error of d kl / d train", table, KLS)
     assert max(map(max, table.values())) <= GRADIENT_RTOL
