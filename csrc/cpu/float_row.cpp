@@ -312,6 +312,13 @@ class Slice {
     return state;
   }
 
+  // In the frame of the maxima: the mean log-ratio of a part without the heavy tokens is no frame
+  // for those, once a state is stored in floats.
+  void join(DivergenceState<double> part) {
+    if (part.has_both()) move_to(part, columns_.state_frame(columns_.frame(maxima_)));
+    total_ = merge(total_, part);
+  }
+
   // Columns that one frame covers; whether the next frame needs maxima from further on. New maxima
   // give the shift too: where one is a token that holds the mass, exactly.
   bool add_part(bool has_new_maxima) {
@@ -334,7 +341,7 @@ class Slice {
       if (quality.share > kShiftShare || quality.blurs) {
         const RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
         consumed = run(better, count, sums);
-        total_ = merge(total_, state_of(better, sums));
+        join(state_of(better, sums));
         moves = true;
       } else {
         add(part, sums);
@@ -344,7 +351,7 @@ class Slice {
       column_ += consumed;
       most = kRunColumns;
     }
-    total_ = merge(total_, part);
+    join(part);
     return !covered;
   }
 
