@@ -31,6 +31,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARIES = (32000, 49152, 128256, 151936, 262144)
 GATE_VOCABULARY, GATE_ROWS = 151936, 256
 PREFETCH_LINES = (0, 8, 16, 32, 64)
+# Eager forms with gradients have rounds of their own: they last seconds, in which a virtual machine
+# takes back the memory of the last gradient, and every provider's next one waits for it.
+EAGER = ("eager", "lse form")
+COMPILED = ("torch.compile", "torch.compile lse")
 KINDS = ("near", "far1", "far20", "far50", "top-p")
 
 
@@ -51,8 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     if "gates" in sections:
         for dtype in ("fp32", "bf16"):
             x, y = rows("near", GATE_ROWS, GATE_VOCABULARY, dtype)
-            cases.append(measure(f"forward {dtype}", x, y, rounds, peers=True))
-            cases.append(measure(f"forward+backward {dtype}", x, y, rounds, peers=True, grad=True))
+            cases.append(measure(f"forward {dtype}", x, y, rounds, peers=COMPILED + EAGER))
+            both = f"forward+backward {dtype}"
+            cases.append(measure(both, x, y, rounds, peers=COMPILED, grad=True))
+            cases.append(measure(f"{both}, eager", x, y, rounds, peers=EAGER, grad=True))
         show(cases)
         gates(cases)
     if "kinds" in sections:
@@ -130,19 +136,19 @@ def measure(
     y: Tensor,
     rounds: int,
     *,
-    peers: bool = False,
+    peers: tuple[str, ...] = (),
     sets: bool = False,
     grad: bool = False,
 ) -> dict[str, Any]:
     """Times of ours, the two-stream read, and on request peers or every instruction set."""
     forms: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": ours}
-    if peers:
-        forms |= {
-            "eager": eager,
-            "lse form": lse_form,
-            "torch.compile": torch.compile(eager, dynamic=False),
-            "torch.compile lse": torch.compile(lse_form, dynamic=False),
-        }
+    every = {
+        "eager": eager,
+        "lse form": lse_form,
+        "torch.compile": torch.compile(eager, dynamic=False),
+        "torch.compile lse": torch.compile(lse_form, dynamic=False),
+    }
+    forms |= {peer: every[peer] for peer in peers}
     providers: dict[str, Callable[[], object]] = {"read": two_stream_read(x, y)}
     for form_name, form in forms.items():
         providers[form_name] = with_gradient(form, x, y) if grad else no_grad(form, x, y)
@@ -162,6 +168,7 @@ def measure(
         "shape": list(x.shape),
         "pairs": x.numel(),
         "bytes": x.numel() * x.element_size() * (5 if grad else 2),
+        "read_bytes": 2 * x.numel() * x.element_size(),
         "seconds": seconds,
         "relative_error": errors,
         "peak_bytes": {form: record.peak_bytes(providers[form]) for form in forms},
@@ -248,7 +255,7 @@ def show(cases: list[dict[str, Any]]) -> None:
             line = [
                 f"{case['case']} | {name}",
                 f"{rate(case, name):.3f}",
-                f"{case['bytes'] / median / 1e9:.2f}" if name != "read" else _read_rate(case),
+                f"{case['read_bytes' if name == 'read' else 'bytes'] / median / 1e9:.2f}",
                 f"{100 * record.paired_ratio(case['seconds'], 'read', name):.0f}",
                 f"{100 * record.spread(samples):.0f} %",
                 "" if error is None else f"{error:.1e}",
@@ -257,11 +264,6 @@ def show(cases: list[dict[str, Any]]) -> None:
             table.append(line)
     print()
     record.table(header, table, sys.stdout)
-
-
-def _read_rate(case: dict[str, Any]) -> str:
-    size = case["pairs"] * 2 * (4 if "fp32" in case["case"] else 2)
-    return f"{size / statistics.median(case['seconds']['read']) / 1e9:.2f}"
 
 
 def gates(cases: list[dict[str, Any]]) -> None:
@@ -302,12 +304,24 @@ def kinds(rounds: int) -> None:
 
 
 def scaling(rounds: int) -> None:
-    """Seconds per pair over N and over V: the cost is linear where these are flat."""
-    print("\ncost, ns per pair")
-    lines = []
-    for count, vocab in ((64, 65536), (128, 65536), (256, 65536), (64, 131072), (64, 262144)):
-        x, y = rows("near", count, vocab, "fp32")
-        seconds = record.interleaved({"ours": no_grad(ours, x, y)}, rounds)["ours"]
-        per_pair = statistics.median(seconds) / x.numel() * 1e9
-        lines.append([f"N={count} V={vocab}", f"{per_pair:.3f}"])
-    record.table(["case", "ns/pair"], lines, sys.stdout)
+    """Seconds over N and over V, and how far they lie from a line through the origin."""
+    print("\ncost over N and V, fp32: seconds = c N V")
+    sizes = [(64, 65536), (128, 65536), (256, 65536), (64, 131072), (64, 262144)]
+    pairs = {f"N={n} V={v}": rows("near", n, v, "fp32") for n, v in sizes}
+    calls = {name: no_grad(ours, *pair) for name, pair in pairs.items()}
+    seconds = record.interleaved(calls, rounds)
+    work = {name: x.numel() for name, (x, _) in pairs.items()}
+    times = {name: statistics.median(samples) for name, samples in seconds.items()}
+    # The mean is the least-squares fit of seconds per pair.
+    slope = statistics.fmean(times[name] / work[name] for name in pairs)
+    lines = [
+        [
+            name,
+            f"{times[name] / work[name] * 1e9:.3f}",
+            f"{100 * (times[name] / work[name] / slope - 1):+.1f} %",
+            f"{100 * record.spread(seconds[name]):.0f} %",
+        ]
+        for name in pairs
+    ]
+    record.table(["case", "ns/pair", "from the fit", "spread"], lines, sys.stdout)
+    print(f"fit: {slope * 1e9:.3f} ns per pair")

@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // float32 rows: runs over contiguous columns, each in one frame, flushed to double every
 // kRunColumns. Strided and tempered columns pass through a small buffer on the stack.
+//
+// A frame's shift c decides how many digits a run keeps: its G/S is KL + (L - c)^2 / 2 with the
+// mean log-ratio L = c - log1p(B/S). The difference of the maxima is exact where one token holds
+// the mass, and worthless where the largest logit of a flat row is the one that moved. So a slice
+// starts with it on a few columns, goes on with the L of what it has summed, and sums again what a
+// shift turns out to have spoilt.
 #include <cmath>
 
 #include "cpu/capability.h"
@@ -9,11 +15,19 @@
 namespace trm::cpu::float_row {
 namespace {
 
-constexpr int64_t kRunColumns = 8192;   // 512 additions per AVX-512 lane between flushes
-constexpr int64_t kLookColumns = 1024;  // maxima of so many columns make a frame
-constexpr float kSlack = 1.0f;  // how far a logit may stand above its frame, see frame_slack()
-// Beyond this a difference of two logits may not be representable: such rows take doubles.
+constexpr int64_t kRunColumns = 8192;    // columns between flushes to double
+constexpr int64_t kLookColumns = 1024;   // maxima of so many columns make a frame
+constexpr int64_t kFirstColumns = 1024;  // a run whose shift is only that of the maxima is short
+constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean log-ratio stays
+// The part of G/S that may be (L - c)^2 / 2 and not KL: with more, a run is summed again.
+constexpr double kShiftShare = 0.8;
+constexpr double kLog2e = 1.4426950408889634;
+// How far a logit may stand above its frame, see frame_slack(), in powers of 2.
+constexpr float kSlack = static_cast<float>(frame_slack<float>() * kLog2e);
+// Rows beyond these take doubles: a difference of two logits may not be representable; the
+// rollout's maximum times the rate must round to something within a small part of a nat.
 constexpr float kLargest = 1.6e38f;
+constexpr double kLargestOrigin = 1 << 20;
 
 // A row's logits as the runs want them: contiguous, in their own type or widened to float32.
 class RowColumns {
@@ -28,6 +42,9 @@ class RowColumns {
         train_offset_(row_offset(args.train, row, args.inner)) {
     if (rollout_temperature_ != 1.0 || train_temperature_ != 1.0) {
       scale_ = rollout_temperature_ == train_temperature_ ? RunScale::kScaled : RunScale::kMixed;
+      rollout_inverse_ = inverse_temperature<float>(rollout_temperature_);
+      train_inverse_ = inverse_temperature<float>(train_temperature_);
+      if (!mixed()) rate_ = static_cast<float>(kLog2e / rollout_temperature_);
     }
   }
 
@@ -39,30 +56,57 @@ class RowColumns {
   double rollout_temperature() const { return rollout_temperature_; }
   double train_temperature() const { return train_temperature_; }
 
-  // A frame in the run's units: those of the stored logits, tempered where the scale is mixed.
+  // A frame in the run's units: those of the stored logits, tempered where the scale is mixed. The
+  // rollout's maximum becomes what the rounding of its product with the rate makes it.
   RunFrame run_frame(Frame<double> frame) const {
     RunFrame out;
+    out.origin = static_cast<float>(frame.max_rollout * rate_);
     out.max_rollout = static_cast<float>(frame.max_rollout);
     out.shift = static_cast<float>(frame.shift);
-    const bool short_columns = !scaled() && run_type(rollout_.type) && run_type(train_.type);
-    out.shift_low = short_columns ? 0.0f : static_cast<float>(frame.shift - out.shift);
-    const double train_max =
-        static_cast<double>(out.max_rollout) - (static_cast<double>(out.shift) + out.shift_low);
+    out.shift_low = differences_are_exact(out) ? 0.0f : static_cast<float>(frame.shift - out.shift);
+    const double train_max = max_rollout(out) - (static_cast<double>(out.shift) + out.shift_low);
     out.train_max = static_cast<float>(train_max);
     out.train_max_low = static_cast<float>(train_max - out.train_max);
     return out;
   }
 
+  // Whether x - y needs no second word: 16-bit logits that a small shift leaves close together.
+  bool differences_are_exact(const RunFrame& frame) const {
+    return !scaled() && run_type(rollout_.type) && run_type(train_.type) &&
+           std::fabs(frame.shift) <= 1.0f;
+  }
+
   RunFrame frame(RunMaxima maxima) const {
-    const double x = maxima.rollout, y = maxima.train;
-    if (!mixed()) return run_frame(frame_of(x, y));
-    return run_frame(frame_of(x / rollout_temperature_, y / train_temperature_));
+    return run_frame(frame_of(in_units(maxima.rollout, rollout_temperature_),
+                              in_units(maxima.train, train_temperature_)));
+  }
+
+  // As frame(), with another shift.
+  RunFrame frame(RunMaxima maxima, double shift) const {
+    const double unit = mixed() ? 1.0 : rollout_temperature_;
+    return run_frame({in_units(maxima.rollout, rollout_temperature_), shift * unit});
+  }
+
+  // The train side's slack: a frame whose shift is not that of the maxima lies elsewhere.
+  float train_slack(const RunFrame& frame, RunMaxima maxima) const {
+    const double above = in_units(maxima.train, train_temperature_) - frame.train_max;
+    return kSlack + static_cast<float>(std::max(0.0, above * rate_));
   }
 
   // The frame of the tempered logits that a run's frame stands for.
   Frame<double> state_frame(const RunFrame& frame) const {
     const double unit = mixed() ? 1.0 : rollout_temperature_;
-    return {frame.max_rollout / unit, (static_cast<double>(frame.shift) + frame.shift_low) / unit};
+    return {max_rollout(frame) / unit, (static_cast<double>(frame.shift) + frame.shift_low) / unit};
+  }
+
+  // Whether rows with these maxima (a side without one has -inf) are more than float32 runs take.
+  bool are_too_large(RunMaxima maxima) const {
+    const auto finite = [](float value) { return value > -infinity<float>(); };
+    const float x = finite(maxima.rollout) ? std::fabs(maxima.rollout) : 0.0f;
+    const float y = finite(maxima.train) ? std::fabs(maxima.train) : 0.0f;
+    // Without a rollout logit the train maximum stands in for it.
+    const float origin = finite(maxima.rollout) ? x : y;
+    return x > kLargest || y > kLargest || (!mixed() && origin * rate_ > kLargestOrigin);
   }
 
   // Points a run at columns [begin, begin + count), count <= kRunColumns.
@@ -71,34 +115,54 @@ class RowColumns {
     run.rollout = columns(rollout_, rollout_offset_, begin, count, rollout_buffer_);
     run.train = columns(train_, train_offset_, begin, count, train_buffer_);
     run.count = count;
-    const auto rollout = inverse_temperature<float>(rollout_temperature_);
-    const auto train = inverse_temperature<float>(train_temperature_);
-    run.rollout_high = rollout.high;
-    run.rollout_low = rollout.low;
-    run.train_high = train.high;
-    run.train_low = train.low;
+    run.rollout_high = rollout_inverse_.high;
+    run.rollout_low = rollout_inverse_.low;
+    run.train_high = train_inverse_.high;
+    run.train_low = train_inverse_.low;
+    run.rate = rate_;
     run.slack = kSlack;
+    run.train_slack = kSlack;
     return run;
   }
 
-  // A finished row's frame in the run's units; what its rounding moves, log S and the residual
-  // absorb, so that p and log(p/q) stay exact.
+  // A finished row's frame in the run's units. Its shift is the state's own where that is as good
+  // as the mean log-ratio L (it may be one heavy token's, exactly), else L. What rounding moves,
+  // log S and the residual absorb, so that p and log(p/q) stay exact.
   struct Finished {
     RunFrame frame;
     double log_mass, residual;
+    bool too_large;
+
+    float inverse_mass() const { return static_cast<float>(std::exp(-log_mass)); }
+    float inverse_train_mass() const { return static_cast<float>(std::exp(residual - log_mass)); }
   };
 
   Finished finished(const double* statistics) const {
     const double unit = mixed() ? 1.0 : rollout_temperature_;
+    const double log_ratio = statistics[kStatShift] + statistics[kStatResidual];
+    const bool kept = std::fabs(statistics[kStatResidual]) <= kShiftKept;
     Finished out;
-    out.frame = run_frame({statistics[kStatMaxRollout] * unit, statistics[kStatShift] * unit});
+    out.frame = run_frame(
+        {statistics[kStatMaxRollout] * unit, (kept ? statistics[kStatShift] : log_ratio) * unit});
     const Frame<double> rounded = state_frame(out.frame);
     out.log_mass = statistics[kStatLogMass] + (statistics[kStatMaxRollout] - rounded.max_rollout);
-    out.residual = statistics[kStatResidual] + (statistics[kStatShift] - rounded.shift);
+    out.residual = kept ? statistics[kStatResidual] + (statistics[kStatShift] - rounded.shift)
+                        : log_ratio - rounded.shift;
+    out.too_large = !(std::fabs(out.frame.shift) < kLargest) ||
+                    are_too_large({out.frame.max_rollout, out.frame.train_max});
     return out;
   }
 
  private:
+  double in_units(float logit, double temperature) const {
+    return mixed() ? logit / temperature : static_cast<double>(logit);
+  }
+
+  double max_rollout(const RunFrame& frame) const {
+    return mixed() ? static_cast<double>(frame.max_rollout)
+                   : static_cast<double>(frame.origin) / static_cast<double>(rate_);
+  }
+
   const void* columns(const LogitsView& view, int64_t row, int64_t begin, int64_t count,
                       float* buffer) const {
     const int64_t offset = row + begin * view.column_stride;
@@ -124,6 +188,8 @@ class RowColumns {
   double rollout_temperature_, train_temperature_;
   int64_t rollout_offset_, train_offset_;
   RunScale scale_ = RunScale::kNone;
+  InverseTemperature<float> rollout_inverse_, train_inverse_;
+  float rate_ = static_cast<float>(kLog2e);  // over the shared temperature, if there is one
   float rollout_buffer_[kRunColumns];
   float train_buffer_[kRunColumns];
 };
@@ -141,12 +207,6 @@ RunMaxima look_ahead(RowColumns& columns, int64_t begin, int64_t end) {
   return found;
 }
 
-bool overflows(RunMaxima maxima) {
-  const auto large = [](float value) { return value < infinity<float>() && value > kLargest; };
-  const auto deep = [](float value) { return value > -infinity<float>() && value < -kLargest; };
-  return large(maxima.rollout) || large(maxima.train) || deep(maxima.rollout) || deep(maxima.train);
-}
-
 void add(DivergenceState<double>& state, const RunSums& sums) {
   state.near_mass += sums.near_mass;
   state.near_first += sums.near_first;
@@ -160,52 +220,155 @@ void add(DivergenceState<double>& state, const RunSums& sums) {
   state.flags |= (sums.violates ? kSupportViolation : 0u) | (sums.outside ? kOutsideSupport : 0u);
 }
 
+// Mean log-ratio L = c - log1p(B/S) of what a state has summed; c itself where it has none.
+double mean_log_ratio(const DivergenceState<double>& state) {
+  const double mass = state.near_mass + state.far_mass;
+  const double excess = (state.near_gap - state.near_first) + (state.far_train - state.far_mass);
+  const double log_ratio = state.shift - std::log1p(excess / mass);
+  return std::fabs(log_ratio) < infinity<double>() ? log_ratio : state.shift;
+}
+
+// How far a state's shift is from its mean log-ratio, and what that costs.
+struct ShiftQuality {
+  double share = 0;    // the part of G/S that is the shift's doing, (L - c)^2 / 2, and not KL
+  bool blurs = false;  // one token holds the mass, and L - c dwarfs its log-ratio to the mean, ~ KL
+
+  explicit ShiftQuality(const DivergenceState<double>& state) {
+    const double mass = state.near_mass + state.far_mass;
+    const double train_excess = state.far_train - state.far_mass;
+    const double b = ((state.near_gap - state.near_first) + train_excess) / mass;
+    const double gap = (state.near_gap + (train_excess + state.far_first)) / mass;
+    if (!(std::fabs(b) > kShiftKept)) return;
+    const double from_shift = b - std::log1p(b);
+    share = from_shift / gap;
+    blurs = mass > 0.9 && mass < 1.2 && std::fabs(b) > 4.0 * (gap - from_shift);
+  }
+};
+
+// One slice of a row, part by part; a part is what one frame covers.
+class Slice {
+ public:
+  Slice(const DivergenceArgs& args, int64_t row, SliceRange range)
+      : columns_(args, row),
+        column_(range.begin),
+        end_(range.end),
+        carried_(carried_by(args.outputs)),
+        extra_((carried_ & kCarriesTrainGap ? kRunTrainGap : 0) |
+               (carried_ & kCarriesEntropy ? kRunEntropy : 0)) {
+    total_.flags = carried_;
+  }
+
+  // False where the row takes doubles.
+  bool sum() {
+    bool looks = true;
+    while (column_ < end_ && !total_.has(kNonFinite)) {
+      if (looks) {
+        const RunMaxima ahead = look_ahead(columns_, column_, end_);
+        maxima_.rollout = std::max(maxima_.rollout, ahead.rollout);
+        maxima_.train = std::max(maxima_.train, ahead.train);
+        if (columns_.are_too_large(maxima_)) return false;
+      }
+      const int64_t begin = column_;
+      looks = add_part(looks);
+      // A frame of the maxima covers at least its first column; if rounding denies it, go wide.
+      if (column_ == begin) return total_.has(kNonFinite);
+    }
+    return true;
+  }
+
+  const DivergenceState<double>& total() const { return total_; }
+
+ private:
+  DivergenceState<double> fresh(const RunFrame& frame) const {
+    const Frame<double> state_frame = columns_.state_frame(frame);
+    DivergenceState<double> state;
+    state.max_rollout = state_frame.max_rollout;
+    state.shift = state_frame.shift;
+    state.flags = carried_ | seen();
+    return state;
+  }
+
+  uint32_t seen() const {
+    return (maxima_.rollout > -infinity<float>() ? kHasRollout : 0u) |
+           (maxima_.train > -infinity<float>() ? kHasTrain : 0u);
+  }
+
+  // Sums at most `count` columns; how many it consumed.
+  int64_t run(const RunFrame& frame, int64_t count, RunSums& sums) {
+    RunArgs args = columns_.at(column_, count);
+    args.frame = frame;
+    args.train_slack = columns_.train_slack(frame, maxima_);
+    const RowRuns& runs = columns_.runs();
+    const int x = columns_.rollout_type(), y = columns_.train_type();
+    const auto sum = columns_.scaled() ? runs.sum_scaled[columns_.mixed()][extra_ != 0]
+                     : columns_.differences_are_exact(frame) ? runs.sum_exact[x][y][extra_]
+                                                             : runs.sum[x][y][extra_];
+    return sum(args, sums);
+  }
+
+  DivergenceState<double> state_of(const RunFrame& frame, const RunSums& sums) const {
+    DivergenceState<double> state = fresh(frame);
+    add(state, sums);
+    return state;
+  }
+
+  // In the frame of the maxima: the mean log-ratio of a part without the heavy tokens is no frame
+  // for those, once a state is stored in floats.
+  void join(DivergenceState<double> part) {
+    if (part.has_both()) move_to(part, columns_.state_frame(columns_.frame(maxima_)));
+    total_ = merge(total_, part);
+  }
+
+  // Columns that one frame covers; whether the next frame needs maxima from further on. New maxima
+  // give the shift too: where one is a token that holds the mass, exactly.
+  bool add_part(bool has_new_maxima) {
+    const RunFrame frame = seen() == 0      ? RunFrame{}
+                           : has_new_maxima ? columns_.frame(maxima_)
+                                            : columns_.frame(maxima_, mean_log_ratio(total_));
+    int64_t most = has_new_maxima ? kFirstColumns : kRunColumns;
+    DivergenceState<double> part = fresh(frame);
+    bool covered = true, moves = false;
+    while (covered && !moves && column_ < end_) {
+      const int64_t count = std::min(most, end_ - column_);
+      RunSums sums;
+      int64_t consumed = run(frame, count, sums);
+      if (sums.non_finite) {
+        total_.flags |= kNonFinite;
+        return false;
+      }
+      const DivergenceState<double> piece = state_of(frame, sums);
+      const ShiftQuality quality(piece);
+      if (quality.share > kShiftShare || quality.blurs) {
+        const RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
+        consumed = run(better, count, sums);
+        join(state_of(better, sums));
+        moves = true;
+      } else {
+        add(part, sums);
+        moves = ShiftQuality(part).share > kShiftShare;
+      }
+      covered = consumed == count;
+      column_ += consumed;
+      most = kRunColumns;
+    }
+    join(part);
+    return !covered;
+  }
+
+  RowColumns columns_;
+  int64_t column_;
+  const int64_t end_;
+  const uint32_t carried_;
+  const int extra_;
+  RunMaxima maxima_ = {-infinity<float>(), -infinity<float>()};
+  DivergenceState<double> total_;
+};
+
 }  // namespace
 
 DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, SliceRange range) {
-  RowColumns columns(args, row);
-  const uint32_t carried = carried_by(args.outputs);
-  const int extra = (carried & kCarriesTrainGap ? kRunTrainGap : 0) |
-                    (carried & kCarriesEntropy ? kRunEntropy : 0);
-  auto* const sum = columns.scaled()
-                        ? columns.runs().sum_scaled[columns.mixed()][extra != 0]
-                        : columns.runs().sum[columns.rollout_type()][columns.train_type()][extra];
-  DivergenceState<double> total;
-  total.flags = carried;
-  RunMaxima maxima = {-infinity<float>(), -infinity<float>()};
-  for (int64_t column = range.begin; column < range.end;) {
-    // A part: columns that one frame covers.
-    const RunMaxima ahead = look_ahead(columns, column, range.end);
-    maxima.rollout = std::max(maxima.rollout, ahead.rollout);
-    maxima.train = std::max(maxima.train, ahead.train);
-    if (overflows(maxima)) return double_row::slice_state(args, row, range);
-    DivergenceState<double> part;
-    part.flags = carried | (maxima.rollout > -infinity<float>() ? kHasRollout : 0u) |
-                 (maxima.train > -infinity<float>() ? kHasTrain : 0u);
-    const RunFrame frame = part.has(kHasRollout | kHasTrain) ? columns.frame(maxima) : RunFrame{};
-    const Frame<double> state_frame = columns.state_frame(frame);
-    part.max_rollout = state_frame.max_rollout;
-    part.shift = state_frame.shift;
-    const int64_t part_begin = column;
-    bool covered = true;
-    while (covered && column < range.end) {
-      RunArgs run = columns.at(column, std::min(kRunColumns, range.end - column));
-      run.frame = frame;
-      RunSums sums;
-      const int64_t consumed = sum(run, sums);
-      if (sums.non_finite) {
-        total.flags |= kNonFinite;
-        return total;
-      }
-      add(part, sums);
-      covered = consumed == run.count;
-      column += consumed;
-    }
-    // A frame of the maxima covers at least its first column; if rounding denies it, go wide.
-    if (column == part_begin) return double_row::slice_state(args, row, range);
-    total = merge(total, part);
-  }
-  return total;
+  Slice slice(args, row, range);
+  return slice.sum() ? slice.total() : double_row::slice_state(args, row, range);
 }
 
 DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const double* statistics,
@@ -215,15 +378,18 @@ DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const d
                             ? columns.runs().moments_scaled[columns.mixed()]
                             : columns.runs().moments[columns.rollout_type()][columns.train_type()];
   const auto finished = columns.finished(statistics);
+  if (finished.too_large) return double_row::slice_moments(args, row, statistics, range);
   DivergenceMoments total;
   for (int64_t column = range.begin; column < range.end; column += kRunColumns) {
     MomentArgs run;
     run.run = columns.at(column, std::min(kRunColumns, range.end - column));
     run.run.frame = finished.frame;
     run.residual = static_cast<float>(finished.residual);
-    run.residual_low = static_cast<float>(finished.residual - static_cast<double>(run.residual));
-    run.log_mass = static_cast<float>(finished.log_mass);
-    run.inverse_mass = static_cast<float>(std::exp(-finished.log_mass));
+    run.inverse_mass = finished.inverse_mass();
+    run.inverse_train_mass = finished.inverse_train_mass();
+    run.root_mass = static_cast<float>(std::exp(0.5 * finished.residual - finished.log_mass));
+    run.log2_square_scale =
+        static_cast<float>((2.0 * finished.residual - finished.log_mass) * kLog2e);
     MomentSums sums;
     moments(run, sums);
     merge_moments(total, {sums.tv, sums.chi2, sums.bhattacharyya, sums.outside_mass,
@@ -259,9 +425,10 @@ void slice_gradient(const DivergenceBackwardArgs& args, int64_t row,
                        : columns.runs().gradient[columns.rollout_type()][columns.train_type()];
   GradientArgs run;
   const auto finished = columns.finished(args.statistics + row * kStatistics);
+  if (finished.too_large) return double_row::slice_gradient(args, row, gradient, range);
   run.residual = static_cast<float>(finished.residual);
-  run.residual_low = static_cast<float>(finished.residual - static_cast<double>(run.residual));
-  run.inverse_mass = static_cast<float>(std::exp(-finished.log_mass));
+  run.inverse_mass = finished.inverse_mass();
+  run.inverse_train_mass = finished.inverse_train_mass();
   run.log_mass = static_cast<float>(finished.log_mass);
   // A value whose gradient is 0 may be NaN (it was not asked for); it must not enter a product.
   run.kl = used(gradient.g_kl, gradient.kl);

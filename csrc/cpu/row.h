@@ -10,7 +10,7 @@
 
 namespace trm::cpu {
 
-constexpr int64_t kSliceColumns = 16384;
+constexpr int64_t kSliceColumns = 32768;
 
 inline int64_t slices_of(int64_t columns) {
   return columns == 0 ? 1 : (columns + kSliceColumns - 1) / kSliceColumns;

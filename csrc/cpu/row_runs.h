@@ -18,8 +18,9 @@ enum class RunScale : int32_t { kNone, kScaled, kMixed };
 
 // The frame of a run, in units of the stored logits (tempered ones where the scale is mixed).
 struct RunFrame {
-  float max_rollout;
-  float shift, shift_low;  // an unevaluated sum; low is 0 where both sides are stored in 16 bits
+  float max_rollout;  // M
+  float origin;       // M times the rate; M is what this rounding makes it, except in mixed scale
+  float shift, shift_low;          // an unevaluated sum; low is 0 for sum_exact
   float train_max, train_max_low;  // max_rollout - shift, likewise
 };
 
@@ -28,7 +29,9 @@ struct RunArgs {
   const void* train;
   int64_t count;
   RunFrame frame;
-  float slack;                      // a rollout logit above max_rollout + slack ends the run
+  float rate;                       // log2(e) over the shared temperature; log2(e) if mixed
+  float slack;                      // a rollout logit so many powers of 2 above its maximum, or
+  float train_slack;                // a train logit above its own, ends the run
   float rollout_high, rollout_low;  // 1 / temperature as an unevaluated sum
   float train_high, train_low;
 };
@@ -50,9 +53,11 @@ struct RunMaxima {
 // Second sweep: p, q and log(p/q) are known from the finished row.
 struct MomentArgs {
   RunArgs run;
-  float residual, residual_low;  // an unevaluated sum
-  float inverse_mass;
-  float log_mass;
+  float residual;            // of the frame's shift: log(p/q) = u - residual
+  float inverse_mass;        // p = 2^power inverse_mass
+  float inverse_train_mass;  // q = 2^train_power inverse_train_mass
+  float root_mass;           // sqrt(inverse_mass inverse_train_mass)
+  float log2_square_scale;   // log2(inverse_train_mass^2 / inverse_mass)
 };
 
 struct MomentSums {
@@ -65,8 +70,9 @@ struct MomentSums {
 
 struct GradientArgs {
   RunArgs run;
-  float residual, residual_low;  // an unevaluated sum
+  float residual;  // of the frame's shift: log(p/q) = u - residual
   float inverse_mass;
+  float inverse_train_mass;
   float log_mass;
   float kl, kl_train_rollout, entropy_rollout, entropy_train;
   float g_kl, g_kl_train_rollout, g_entropy_rollout, g_entropy_train, g_logp_rollout, g_logp_train;
@@ -83,9 +89,12 @@ inline int run_type(StorageType type) {
 
 struct RowRuns {
   const char* name;
-  // First column not consumed: count, or where the frame no longer covers the logits.
-  int64_t (*sum[kRunTypes][kRunTypes][kRunExtras])(const RunArgs&, RunSums&);
-  int64_t (*sum_scaled[2][2])(const RunArgs&, RunSums&);  // [mixed][extras], float32 columns
+  // First column not consumed: count, or where the frame no longer covers the logits. sum_exact is
+  // for 16-bit logits whose differences x - y are exact, and for nothing where a type has 32.
+  using Sum = int64_t (*)(const RunArgs&, RunSums&);
+  Sum sum[kRunTypes][kRunTypes][kRunExtras];
+  Sum sum_exact[kRunTypes][kRunTypes][kRunExtras];
+  Sum sum_scaled[2][2];  // [mixed][extras], float32 columns
   RunMaxima (*maxima[kRunTypes][kRunTypes])(const RunArgs&);
   void (*moments[kRunTypes][kRunTypes])(const MomentArgs&, MomentSums&);
   void (*moments_scaled[2])(const MomentArgs&, MomentSums&);

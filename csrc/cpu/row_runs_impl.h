@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The runs of row_runs.h over the Simd that the including file chose. Formulas: divergence_state.h.
-// Hot path per vector of near columns (|u| <= 1/2, inside the frame): one exponential, one
-// polynomial, three sums, two compares. A vector with any other column (far, -inf) pays a second
-// exponential; NaN, +inf or a frame that no longer covers ends the run.
+// Hot path per block of near columns (|u| <= 1/2, inside the frame): one exponential, one
+// polynomial and three sums per vector, two compares. A block with other columns (far, -inf) pays a
+// second exponential; NaN, +inf or a frame that no longer covers ends the run.
 #pragma once
+
+#include <algorithm>
+#include <optional>
 
 #include "cpu/row_runs.h"
 #include "trm/polynomials.h"
@@ -16,18 +19,73 @@ using Mask = Simd::Mask;
 
 constexpr float kInf = __builtin_inff();
 
-// psi(u) / u for |u| <= 1/2
-inline Vector psi_over_u(Vector u) {
-  Vector series = Simd::broadcast(-0.000198756241f);
-  series = Simd::fma(series, u, Simd::broadcast(0.00139819975f));
-  series = Simd::fma(series, u, Simd::broadcast(-0.00833345218f));
-  series = Simd::fma(series, u, Simd::broadcast(0.0416657959f));
-  series = Simd::fma(series, u, Simd::broadcast(-0.166666655f));
-  series = Simd::fma(series, u, Simd::broadcast(0.500000012f));
-  return Simd::mul(u, series);
-}
+constexpr float kLn2 = 0.693147181f;
+constexpr float kClose = 8.0f;  // log-ratios up to which exp(-u) is formed by itself
+// Equal columns round alike, so a chain of n float additions may be off by n 2^-25 of its sum: sums
+// of so many additions each are added up, some 16 to a run.
+constexpr int64_t kChain = 32;
 
-inline Vector psi(Vector u) { return Simd::mul(u, psi_over_u(u)); }
+// Two vectors of columns. What is long is written over two at once, so that one's latency hides
+// behind the other's.
+struct Two {
+  Vector a, b;
+};
+
+inline Vector fma(Vector a, Vector b, Vector c) { return Simd::fma(a, b, c); }
+inline Two fma(const Two& a, const Two& b, Vector c) {
+  return {Simd::fma(a.a, b.a, c), Simd::fma(a.b, b.b, c)};
+}
+inline Vector mul(Vector a, Vector b) { return Simd::mul(a, b); }
+inline Two mul(const Two& a, const Two& b) { return {Simd::mul(a.a, b.a), Simd::mul(a.b, b.b)}; }
+inline Vector fraction(Vector z) { return Simd::fraction(z); }
+inline Two fraction(const Two& z) { return {Simd::fraction(z.a), Simd::fraction(z.b)}; }
+inline Vector scale(Vector a, Vector z) { return Simd::scale(a, z); }
+inline Two scale(const Two& a, const Two& z) {
+  return {Simd::scale(a.a, z.a), Simd::scale(a.b, z.b)};
+}
+inline Vector repeat(const Vector&, Vector c) { return c; }
+inline Two repeat(const Two&, Vector c) { return {c, c}; }
+
+// The polynomials, their coefficients kept as whole vectors: a broadcast out of memory costs a turn
+// of the multiply or add pipe, a load does not.
+struct Polynomials {
+  Vector e0 = Simd::constant(0.99999994f), e1 = Simd::constant(0.693153083f),
+         e2 = Simd::constant(0.240153611f), e3 = Simd::constant(0.0558263175f),
+         e4 = Simd::constant(0.00898933969f), e5 = Simd::constant(0.00187757681f);
+  Vector p0 = Simd::constant(0.5f), p1 = Simd::constant(-0.166666657f),
+         p2 = Simd::constant(0.0416657962f), p3 = Simd::constant(-0.00833345205f),
+         p4 = Simd::constant(0.0013981997f), p5 = Simd::constant(-0.000198756316f);
+
+  // 2^z, z <= 126: 2^floor(z) times a degree-5 minimax of 2^f on 0 <= f < 1, relative error 9.0e-8;
+  // 0 at -inf.
+  template <typename T>
+  T exp2(const T& z) const {
+    const T f = fraction(z);
+    T series = fma(repeat(z, e5), f, e4);
+    series = fma(series, f, e3);
+    series = fma(series, f, e2);
+    series = fma(series, f, e1);
+    series = fma(series, f, e0);
+    return scale(series, z);
+  }
+
+  // psi(u) / u for |u| <= 1/2: degree-5 minimax of psi(u) / u^2, relative error 5.5e-8. (Degree 4
+  // would do for KL, at 8e-7; but the log-ratio of a token inherits that times KL.)
+  template <typename T>
+  T psi_over_u(const T& u) const {
+    T series = fma(repeat(u, p5), u, p4);
+    series = fma(series, u, p3);
+    series = fma(series, u, p2);
+    series = fma(series, u, p1);
+    series = fma(series, u, p0);
+    return mul(u, series);
+  }
+};
+
+// chi(u) / u = u - (psi / u) (1 + u)
+inline Vector chi_over_u(Vector u, Vector ratio) {
+  return Simd::sub(u, Simd::fma(ratio, u, ratio));
+}
 
 inline Vector difference_error(Vector a, Vector b, Vector difference) {
   const Vector b_part = Simd::sub(a, difference);
@@ -38,7 +96,7 @@ inline Vector difference_error(Vector a, Vector b, Vector difference) {
 // What a pair of columns is in the frame, before any exponential.
 struct Pair {
   Vector rollout, train;  // as stored
-  Vector log_weight;      // x - M
+  Vector power;           // (x - M) log2(e)
   Vector u;               // (x - y) - c
   Vector product_error_train;
   Vector scaled_train;
@@ -46,15 +104,17 @@ struct Pair {
 
 template <RunScale kScale>
 struct Columns {
-  Vector max_rollout, shift, shift_low, train_max, train_max_low;
+  Vector max_rollout, origin, rate, shift, shift_low, train_max, train_max_low;
   Vector rollout_high, rollout_low, train_high, train_low;
 
   explicit Columns(const RunArgs& args)
       : max_rollout(Simd::broadcast(args.frame.max_rollout)),
+        origin(Simd::broadcast(-args.frame.origin)),
+        rate(Simd::broadcast(args.rate)),
         shift(Simd::broadcast(args.frame.shift)),
         shift_low(Simd::broadcast(args.frame.shift_low)),
         train_max(Simd::broadcast(args.frame.train_max)),
-        train_max_low(Simd::broadcast(args.frame.train_max_low)),
+        train_max_low(Simd::broadcast(-args.frame.train_max_low * args.rate)),
         rollout_high(Simd::broadcast(args.rollout_high)),
         rollout_low(Simd::broadcast(args.rollout_low)),
         train_high(Simd::broadcast(args.train_high)),
@@ -67,7 +127,7 @@ struct Columns {
     return Simd::select(finite, product, value);
   }
 
-  // kResidue restores the rounding of x - y: needed where a stored logit has 24 bits.
+  // kResidue restores the rounding of x - y.
   template <bool kResidue>
   Pair pair(Vector x, Vector y) const {
     Pair out;
@@ -87,7 +147,7 @@ struct Columns {
       const Vector error = Simd::add(Simd::sub(difference_error(a, b, difference), shift_low),
                                      Simd::sub(a_error, b_error));
       out.u = Simd::add(Simd::sub(difference, shift), error);
-      out.log_weight = Simd::add(Simd::sub(a, max_rollout), a_error);
+      out.power = Simd::mul(Simd::add(Simd::sub(a, max_rollout), a_error), rate);
       out.scaled_train = b;
       out.product_error_train = b_error;
     } else {
@@ -96,25 +156,20 @@ struct Columns {
       if constexpr (kResidue) {
         out.u = Simd::add(out.u, Simd::sub(difference_error(x, y, difference), shift_low));
       }
-      out.log_weight = Simd::sub(x, max_rollout);
-      if constexpr (kScale == RunScale::kScaled) {
-        out.u = scaled(out.u);
-        out.log_weight = scaled(out.log_weight);
-      }
+      if constexpr (kScale == RunScale::kScaled) out.u = scaled(out.u);
+      out.power = Simd::fused(x, rate, origin);
     }
     return out;
   }
 
-  // y - (M - c), for columns that are not near; the train maximum M - c is kept to twice a float's
-  // precision, so that this is as accurate as x - M.
-  Vector log_train(const Pair& pair) const {
+  // (y - (M - c)) log2(e), for columns that are not near; the train maximum M - c is kept to twice
+  // a float's precision, so that this is as accurate as the rollout's.
+  Vector train_power(const Pair& pair) const {
     if constexpr (kScale == RunScale::kMixed) {
-      const Vector value = Simd::sub(Simd::sub(pair.scaled_train, train_max), train_max_low);
-      return Simd::add(value, pair.product_error_train);
+      const Vector value = Simd::sub(pair.scaled_train, train_max);
+      return Simd::fma(Simd::add(value, pair.product_error_train), rate, train_max_low);
     } else {
-      const Vector value = Simd::sub(Simd::sub(pair.train, train_max), train_max_low);
-      if constexpr (kScale == RunScale::kScaled) return scaled(value);
-      return value;
+      return Simd::fma(Simd::sub(pair.train, train_max), rate, train_max_low);
     }
   }
 };
@@ -133,112 +188,379 @@ struct Standing {
   }
 };
 
+// A block of columns is in memory order, except that where both sides are bfloat16 one vector holds
+// the even and the other the odd columns: a load and two cheap operations in place of two loads,
+// two conversions and two shifts.
 template <typename Rollout, typename Train>
-inline constexpr bool kNeedsResidue = sizeof(Rollout) == 4 || sizeof(Train) == 4;
+inline constexpr bool kSplits = false;
+template <>
+inline constexpr bool kSplits<BFloat16, BFloat16> = true;
 
-template <int kExtra, typename Rollout, typename Train, RunScale kScale>
-int64_t sum_run(const RunArgs& args, RunSums& out) {
-  constexpr bool kTrainGap = (kExtra & kRunTrainGap) != 0;
-  constexpr bool kEntropy = (kExtra & kRunEntropy) != 0;
-  const Rollout* const rollout = static_cast<const Rollout*>(args.rollout);
-  const Train* const train = static_cast<const Train*>(args.train);
-  const Columns<kScale> columns(args);
-  const Vector limit = Simd::broadcast(near_limit<float>());
-  const Vector slack = Simd::broadcast(args.slack);
-  const Vector one = Simd::broadcast(1.0f);
-  const Vector zero = Simd::broadcast(0.0f);
-  Vector near_mass = zero, near_first = zero, near_gap = zero;
-  Vector far_mass = zero, far_first = zero, far_train = zero;
-  Vector train_gap = zero, rollout_log = zero, train_log = zero;
+template <bool kSplit, typename T>
+inline Two load_block(const T* place) {
+  Two out;
+  if constexpr (kSplit) {
+    Simd::load_split(place, out.a, out.b);
+  } else {
+    out.a = Simd::load(place);
+    out.b = Simd::load(place + Simd::kLanes);
+  }
+  return out;
+}
+
+template <bool kSplit, typename T>
+inline void store_block(T* place, const Two& value) {
+  if constexpr (kSplit) {
+    Simd::store_split(place, value.a, value.b);
+  } else {
+    Simd::store(place, value.a);
+    Simd::store(place + Simd::kLanes, value.b);
+  }
+}
+
+inline float minus_infinity(float) { return -kInf; }
+inline BFloat16 minus_infinity(BFloat16) { return {0xff80}; }
+inline Float16 minus_infinity(Float16) { return {0xfc00}; }
+
+// Where a run's last columns do not fill a block: a copy that does, with -inf.
+template <typename T>
+struct Padded {
+  static constexpr int64_t kBlock = 2 * Simd::kLanes;
+  T columns[kBlock];
+
+  Padded(const T* from, int64_t count) {
+    if (count == 0) return;
+    for (int64_t i = 0; i < kBlock; ++i) columns[i] = i < count ? from[i] : minus_infinity(T{});
+  }
+};
+
+// What a run has accumulated.
+template <int kExtra>
+struct Sums {
+  static constexpr bool kTrainGap = (kExtra & kRunTrainGap) != 0;
+  static constexpr bool kEntropy = (kExtra & kRunEntropy) != 0;
+  Vector near_mass, near_first, near_gap;
+  Vector far_mass, far_first, far_train;
+  Vector train_gap, rollout_log, train_log;
   Mask violates = Simd::none(), outside = Simd::none();
-  out.non_finite = false;
 
-  int64_t column = 0;
-  for (; column < args.count; column += Simd::kLanes) {
-    Vector x, y;
-    if (column + Simd::kLanes <= args.count) {
-      x = Simd::load(rollout + column);
-      y = Simd::load(train + column);
-    } else {
-      const Mask tail = Simd::first(args.count - column);
-      x = Simd::load(rollout + column, tail);
-      y = Simd::load(train + column, tail);
+  Sums() {
+    near_mass = near_first = near_gap = Simd::broadcast(0.0f);
+    far_mass = far_first = far_train = near_mass;
+    train_gap = rollout_log = train_log = near_mass;
+  }
+
+  // Every column near; ratio = psi(u) / u.
+  void add_near(const Pair& a, const Pair& b, const Two& weight, const Two& ratio) {
+    const Two moment = mul(weight, Two{a.u, b.u});
+    near_mass = Simd::add(near_mass, Simd::add(weight.a, weight.b));
+    near_first = Simd::add(near_first, Simd::add(moment.a, moment.b));
+    near_gap = Simd::fma(moment.b, ratio.b, Simd::fma(moment.a, ratio.a, near_gap));
+    if constexpr (kTrainGap) {
+      train_gap = Simd::fma(moment.a, chi_over_u(a.u, ratio.a), train_gap);
+      train_gap = Simd::fma(moment.b, chi_over_u(b.u, ratio.b), train_gap);
     }
-    const Pair pair = columns.template pair<kNeedsResidue<Rollout, Train>>(x, y);
-    const Mask covered = Simd::less_equal(pair.log_weight, slack);
-    const Vector distance = Simd::abs(pair.u);
-    const Mask near = Simd::both(covered, Simd::less_equal(distance, limit));
-    Mask weighs;
-    const Vector weight = Simd::exp(pair.log_weight, weighs);
-    const Vector moment = Simd::mul(weight, pair.u);
-    const Vector ratio = psi_over_u(pair.u);
-    if (Simd::all(near)) {
-      near_mass = Simd::add(near_mass, weight);
-      near_first = Simd::add(near_first, moment);
-      near_gap = Simd::fma(moment, ratio, near_gap);
-      if constexpr (kTrainGap) {
-        // chi = u^2 - psi (1 + u) = u (u - (psi/u) (1 + u))
-        const Vector bent = Simd::sub(pair.u, Simd::fma(ratio, pair.u, ratio));
-        train_gap = Simd::fma(moment, bent, train_gap);
-      }
-      if constexpr (kEntropy) {
-        rollout_log = Simd::fma(weight, pair.log_weight, rollout_log);
-        const Vector mass = Simd::fma(moment, Simd::sub(ratio, one), weight);
-        train_log = Simd::fma(mass, Simd::sub(pair.log_weight, pair.u), train_log);
-      }
-      continue;
+    if constexpr (kEntropy) {
+      add_near_logs(a, weight.a, moment.a, ratio.a);
+      add_near_logs(b, weight.b, moment.b, ratio.b);
     }
-    const Vector log_train = columns.log_train(pair);
-    const Vector infinite = Simd::broadcast(kInf);
-    if (!Simd::all(Simd::both(covered, Simd::less_equal(log_train, slack)))) {
-      out.non_finite = !Simd::all(Simd::both(Simd::less(x, infinite), Simd::less(y, infinite)));
-      if (out.non_finite) return args.count;
-      break;  // the frame does not cover this vector
-    }
-    // From here every logit is finite or -inf. Where an exponential is 0 its product is 0, whatever
-    // the other factor is.
-    Mask carries;
-    const Vector mass = Simd::exp(log_train, carries);
-    const Mask far = Simd::but_not(covered, near);
-    Mask moves = Simd::both(far, Simd::less(distance, infinite));
-    if (!Simd::all(Simd::either(moves, near))) {
-      const Mask in_rollout = Simd::less(Simd::broadcast(-kInf), x);
-      const Mask in_train = Simd::less(Simd::broadcast(-kInf), y);
+  }
+
+  void add_near_logs(const Pair& pair, Vector weight, Vector moment, Vector ratio) {
+    const Vector log_weight = Simd::mul(pair.power, Simd::broadcast(kLn2));
+    rollout_log = Simd::fma(weight, log_weight, rollout_log);
+    const Vector mass = Simd::fma(moment, Simd::sub(ratio, Simd::broadcast(1.0f)), weight);
+    train_log = Simd::fma(mass, Simd::sub(log_weight, pair.u), train_log);
+  }
+
+  // Any columns that the frame covers; none is NaN or +inf. `extreme`: one of them is -inf, or a
+  // difference of two overflowed.
+  void add_any(const Pair& pair, Mask near, Vector weight, Vector ratio, Vector train_power,
+               Vector mass, bool extreme) {
+    const Vector zero = Simd::broadcast(0.0f);
+    const Mask far = Simd::opposite(near);
+    Vector moment = Simd::mul(weight, pair.u);
+    Vector bend = kTrainGap ? Simd::fma(mass, pair.u, mass) : zero;
+    if (extreme) {
+      const Vector nothing = Simd::broadcast(-kInf);
+      const Mask in_rollout = Simd::less(nothing, pair.rollout);
+      const Mask in_train = Simd::less(nothing, pair.train);
       violates = Simd::either(violates, Simd::but_not(in_rollout, in_train));
       outside = Simd::either(outside, Simd::but_not(in_train, in_rollout));
-      // A difference of two finite logits that overflowed does count.
-      moves = Simd::both(far, Simd::both(in_rollout, in_train));
+      // Where an exponential is 0 its product is 0, whatever the other factor is; a difference of
+      // two finite logits that overflowed does count elsewhere.
+      const Mask both = Simd::both(in_rollout, in_train);
+      moment = Simd::zero_unless(Simd::both(both, Simd::less(zero, weight)), moment);
+      if constexpr (kTrainGap) {
+        bend = Simd::zero_unless(Simd::both(both, Simd::less(zero, mass)), bend);
+      }
     }
     near_mass = Simd::add_where(near, near_mass, weight);
-    near_first = Simd::add_where(near, near_first, moment);
-    near_gap = Simd::fma_where(near, moment, ratio, near_gap);
     far_mass = Simd::add_where(far, far_mass, weight);
-    far_first = Simd::add_where(Simd::both(moves, weighs), far_first, moment);
     far_train = Simd::add_where(far, far_train, mass);
+    near_first = Simd::add_where(near, near_first, moment);
+    far_first = Simd::add_where(far, far_first, moment);
+    near_gap = Simd::fma_where(near, moment, ratio, near_gap);
     if constexpr (kTrainGap) {
-      const Vector bent = Simd::sub(pair.u, Simd::fma(ratio, pair.u, ratio));
-      train_gap = Simd::fma_where(near, moment, bent, train_gap);
-      const Vector bend =
-          Simd::zero_unless(Simd::both(moves, carries), Simd::fma(mass, pair.u, mass));
+      train_gap = Simd::fma_where(near, moment, chi_over_u(pair.u, ratio), train_gap);
       train_gap = Simd::add_where(far, train_gap, Simd::sub(weight, bend));
     }
     if constexpr (kEntropy) {
-      rollout_log = Simd::fma_where(weighs, weight, pair.log_weight, rollout_log);
-      train_log = Simd::fma_where(carries, mass, log_train, train_log);
+      rollout_log = Simd::fma_where(Simd::less(zero, weight), weight,
+                                    Simd::mul(pair.power, Simd::broadcast(kLn2)), rollout_log);
+      add_train_log(train_power, mass);
     }
   }
-  out.violates = Simd::any(violates);
-  out.outside = Simd::any(outside);
-  out.near_mass = Simd::sum(near_mass);
-  out.near_first = Simd::sum(near_first);
-  out.near_gap = Simd::sum(near_gap);
-  out.far_mass = Simd::sum(far_mass);
-  out.far_first = Simd::sum(far_first);
-  out.far_train = Simd::sum(far_train);
-  out.train_gap = Simd::sum(train_gap);
-  out.rollout_log = Simd::sum(rollout_log);
-  out.train_log = Simd::sum(train_log);
-  return column < args.count ? column : args.count;
+
+  // Columns that only the train side has.
+  void add_outside(Mask in_rollout, Vector train_power, Vector mass) {
+    const Mask only_train = Simd::opposite(in_rollout);
+    outside = Simd::either(outside, only_train);
+    far_train = Simd::add_where(only_train, far_train, mass);
+    if constexpr (kEntropy) add_train_log(train_power, Simd::zero_unless(only_train, mass));
+  }
+
+  void join_near(const Sums& other) {
+    near_mass = Simd::add(near_mass, other.near_mass);
+    near_first = Simd::add(near_first, other.near_first);
+    near_gap = Simd::add(near_gap, other.near_gap);
+    if constexpr (kTrainGap) train_gap = Simd::add(train_gap, other.train_gap);
+    if constexpr (kEntropy) {
+      rollout_log = Simd::add(rollout_log, other.rollout_log);
+      train_log = Simd::add(train_log, other.train_log);
+    }
+  }
+
+  void join(const Sums& other) {
+    join_near(other);
+    far_mass = Simd::add(far_mass, other.far_mass);
+    far_first = Simd::add(far_first, other.far_first);
+    far_train = Simd::add(far_train, other.far_train);
+    violates = Simd::either(violates, other.violates);
+    outside = Simd::either(outside, other.outside);
+  }
+
+  void add_train_log(Vector train_power, Vector mass) {
+    train_log = Simd::fma_where(Simd::less(Simd::broadcast(0.0f), mass), mass,
+                                Simd::mul(train_power, Simd::broadcast(kLn2)), train_log);
+  }
+
+  void write(RunSums& out) const {
+    out.violates = Simd::any(violates);
+    out.outside = Simd::any(outside);
+    out.near_mass = Simd::sum(near_mass);
+    out.near_first = Simd::sum(near_first);
+    out.near_gap = Simd::sum(near_gap);
+    out.far_mass = Simd::sum(far_mass);
+    out.far_first = Simd::sum(far_first);
+    out.far_train = Simd::sum(far_train);
+    out.train_gap = Simd::sum(train_gap);
+    out.rollout_log = Simd::sum(rollout_log);
+    out.train_log = Simd::sum(train_log);
+  }
+};
+
+// The run's inputs and constants.
+template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
+struct Run {
+  static constexpr bool kSplit = kSplits<Rollout, Train>;
+  static constexpr int64_t kBlock = 2 * Simd::kLanes;
+
+  const Rollout* const rollout;
+  const Train* const train;
+  const int64_t count;
+  const Columns<kScale> columns;
+  const Polynomials poly;
+  const Vector limit = Simd::constant(near_limit<float>());
+  const Vector slack, train_slack;
+  const Vector infinite = Simd::constant(kInf);
+  const Vector bound = Simd::constant(kClose);
+  const Vector minus_log2e = Simd::constant(-1.44269504f);
+  const Vector one = Simd::constant(1.0f);
+
+  explicit Run(const RunArgs& args)
+      : rollout(static_cast<const Rollout*>(args.rollout)),
+        train(static_cast<const Train*>(args.train)),
+        count(args.count),
+        columns(args),
+        slack(Simd::constant(args.slack)),
+        train_slack(Simd::constant(args.train_slack)) {}
+
+  Two rollout_block(int64_t column) const { return load_block<kSplit>(rollout + column); }
+  Two train_block(int64_t column) const { return load_block<kSplit>(train + column); }
+  Pair pair(Vector x, Vector y) const { return columns.template pair<kResidue>(x, y); }
+
+  // On where the frame covers both.
+  Mask covered(const Pair& a, const Pair& b) const {
+    return Simd::less_equal(Simd::larger_above_zero(a.power, b.power), slack);
+  }
+  Mask covered(const Two& train_power) const {
+    return Simd::less_equal(Simd::larger_above_zero(train_power.a, train_power.b), train_slack);
+  }
+
+  // On where no column is NaN or +inf: a sum with one in it is NaN or +inf.
+  Mask numbers(const Two& x, const Two& y) const {
+    return Simd::less(Simd::add(Simd::add(x.a, x.b), Simd::add(y.a, y.b)), infinite);
+  }
+
+  // Adds any block; how many of its columns are not near. Up to |u| = kClose the train side's mass
+  // is w exp(-u): B and G subtract it from w, and two rounded exponentials would differ by more
+  // than they are worth.
+  template <int kExtra>
+  int add_any(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& train_power,
+              bool extreme) const {
+    const Mask near_a = Simd::less_equal(Simd::abs(a.u), limit);
+    const Mask near_b = Simd::less_equal(Simd::abs(b.u), limit);
+    const Two weight = poly.exp2(Two{a.power, b.power});
+    const Mask close_a = Simd::less_equal(Simd::abs(a.u), bound);
+    const Mask close_b = Simd::less_equal(Simd::abs(b.u), bound);
+    const Two power = {Simd::select(close_a, Simd::mul(a.u, minus_log2e), train_power.a),
+                       Simd::select(close_b, Simd::mul(b.u, minus_log2e), train_power.b)};
+    const Two factor = {Simd::select(close_a, weight.a, one), Simd::select(close_b, weight.b, one)};
+    const Two mass = mul(poly.exp2(power), factor);
+    const Two ratio = poly.psi_over_u(Two{a.u, b.u});
+    sums.add_any(a, near_a, weight.a, ratio.a, train_power.a, mass.a, extreme);
+    sums.add_any(b, near_b, weight.b, ratio.b, train_power.b, mass.b, extreme);
+    return int(kBlock) - Simd::count(near_a) - Simd::count(near_b);
+  }
+};
+
+// What a truncated rollout (top-p: most of it -inf) takes: the columns that it lacks are train mass
+// and no more; the few that it has wait until they fill a block.
+template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
+class Truncated {
+ public:
+  explicit Truncated(const RunArgs& args) : args_(args) {}
+
+  // Blocks from this column on of which the rollout has a quarter at most and the train side all;
+  // the first column not consumed.
+  [[gnu::noinline]] int64_t run(int64_t column) {
+    if (!sums_) sums_.emplace();
+    const Run<Rollout, Train, kScale, kResidue> run(args_);
+    const Vector nothing = Simd::constant(-kInf);
+    Sums<kExtra> sums;
+    for (int64_t end = column + kStretch; column + kBlock <= run.count; column += kBlock) {
+      if (column >= end) {
+        sums_->join(sums);
+        sums = {};
+        end = column + kStretch;
+      }
+      const Two x = run.rollout_block(column);
+      const Mask in_a = Simd::less(nothing, x.a), in_b = Simd::less(nothing, x.b);
+      const int found = Simd::count(in_a) + Simd::count(in_b);
+      if (4 * found > run.kBlock) break;
+      const Two y = run.train_block(column);
+      const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
+      const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
+      const Mask finite = Simd::less(Simd::larger_magnitude(y.a, y.b), run.infinite);
+      const Mask covered = Simd::both(run.covered(a, b), run.covered(train_power));
+      if (!Simd::all(Simd::both(Simd::both(finite, covered), run.numbers(x, y)))) break;
+      const Two mass = run.poly.exp2(train_power);
+      sums.add_outside(in_a, train_power.a, mass.a);
+      sums.add_outside(in_b, train_power.b, mass.b);
+      Simd::keep(train_ + waiting_, y.a, in_a);
+      Simd::keep(rollout_ + waiting_, x.a, in_a);
+      const int64_t between = waiting_ + Simd::count(in_a);
+      Simd::keep(train_ + between, y.b, in_b);
+      Simd::keep(rollout_ + between, x.b, in_b);
+      waiting_ += found;
+      if (waiting_ >= run.kBlock) add_waiting();
+    }
+    sums_->join(sums);
+    return column;
+  }
+
+  bool ran() const { return sums_.has_value(); }
+
+  [[gnu::noinline]] const Sums<kExtra>& finish() {
+    if (waiting_ > 0) add_waiting();
+    return *sums_;
+  }
+
+ private:
+  static constexpr int64_t kBlock = 2 * Simd::kLanes;
+  static constexpr int64_t kStretch = kChain / 2 * kBlock;
+
+  [[gnu::noinline]] void add_waiting() {
+    const Run<Rollout, Train, kScale, kResidue> run(args_);
+    for (int64_t i = waiting_; i < kBlock; ++i) rollout_[i] = train_[i] = -kInf;
+    const Two x = load_block<false>(rollout_), y = load_block<false>(train_);
+    const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
+    const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
+    run.add_any(*sums_, a, b, train_power, waiting_ < kBlock);
+    for (float* from : {rollout_, train_}) {
+      store_block<false>(from, load_block<false>(from + kBlock));
+    }
+    waiting_ -= kBlock;
+  }
+
+  const RunArgs& args_;
+  std::optional<Sums<kExtra>> sums_;
+  int64_t waiting_ = 0;
+  float rollout_[2 * kBlock], train_[2 * kBlock];
+};
+
+// Blocks of near columns in one loop, any others in a second, each with the registers for its own
+// work; a truncated rollout out of line.
+template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
+int64_t sum_run(const RunArgs& args, RunSums& out) {
+  constexpr int64_t kBlock = 2 * Simd::kLanes;
+  constexpr int64_t kStretch = kChain / 2 * kBlock;
+  constexpr int kMany = 3;  // a block with fewer others sends the run back to the loop of near ones
+  const Run<Rollout, Train, kScale, kResidue> run(args);
+  const int64_t whole = args.count / kBlock * kBlock;
+  const Padded<Rollout> last_rollout(run.rollout + whole, args.count - whole);
+  const Padded<Train> last_train(run.train + whole, args.count - whole);
+  Truncated<kExtra, Rollout, Train, kScale, kResidue> truncated(args);
+  Sums<kExtra> sums;
+  out.non_finite = false;
+  int64_t column = 0;
+  bool goes_on = true;
+  while (goes_on && column < args.count) {
+    for (bool near = true; near && column < whole;) {
+      Sums<kExtra> here;
+      for (const int64_t end = std::min(column + kStretch, whole); column < end; column += kBlock) {
+        const Two x = run.rollout_block(column), y = run.train_block(column);
+        const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
+        near = Simd::all(Simd::both(Simd::less_equal(Simd::larger_magnitude(a.u, b.u), run.limit),
+                                    run.covered(a, b)));
+        if (!near) break;
+        const Two weight = run.poly.exp2(Two{a.power, b.power});
+        const Two ratio = run.poly.psi_over_u(Two{a.u, b.u});
+        here.add_near(a, b, weight, ratio);
+      }
+      sums.join_near(here);
+    }
+    bool many = true, extreme = false;
+    while (goes_on && many && column < args.count) {
+      Sums<kExtra> here;
+      const int64_t end = std::min(column + kStretch, args.count);
+      for (; many && column < end; column += kBlock) {
+        const bool ends = column >= whole;
+        const Two x = load_block<run.kSplit>(ends ? last_rollout.columns : run.rollout + column);
+        const Two y = load_block<run.kSplit>(ends ? last_train.columns : run.train + column);
+        const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
+        const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
+        extreme = !Simd::all(Simd::less(Simd::larger_magnitude(a.u, b.u), run.infinite));
+        out.non_finite = extreme && !Simd::all(run.numbers(x, y));
+        if (out.non_finite) return args.count;
+        goes_on = Simd::all(Simd::both(run.covered(a, b), run.covered(train_power)));
+        if (!goes_on) break;
+        many = run.add_any(here, a, b, train_power, extreme) >= kMany && !extreme;
+      }
+      sums.join(here);
+    }
+    if (extreme && goes_on) column = truncated.run(column);
+  }
+  if (truncated.ran()) sums.join(truncated.finish());
+  sums.write(out);
+  return std::min(column, args.count);
+}
+
+// The first `left` columns of a vector; -inf elsewhere.
+template <typename T>
+inline Vector load_vector(const T* place, int64_t left) {
+  return left >= Simd::kLanes ? Simd::load(place) : Simd::load(place, Simd::first(left));
 }
 
 // Largest logits below +inf; -inf where there is none.
@@ -250,9 +572,8 @@ RunMaxima maxima_run(const RunArgs& args) {
   const Vector infinite = Simd::broadcast(kInf);
   Vector largest_x = nothing, largest_y = nothing;
   for (int64_t column = 0; column < args.count; column += Simd::kLanes) {
-    const Mask tail = Simd::first(args.count - column);
-    const Vector x = Simd::load(rollout + column, tail);
-    const Vector y = Simd::load(train + column, tail);
+    const Vector x = load_vector(rollout + column, args.count - column);
+    const Vector y = load_vector(train + column, args.count - column);
     largest_x = Simd::max(largest_x, Simd::select(Simd::less(x, infinite), x, nothing));
     largest_y = Simd::max(largest_y, Simd::select(Simd::less(y, infinite), y, nothing));
   }
@@ -264,25 +585,27 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
   const Rollout* const rollout = static_cast<const Rollout*>(args.run.rollout);
   const Train* const train = static_cast<const Train*>(args.run.train);
   const Columns<kScale> columns(args.run);
+  const Polynomials poly;
   const Vector residual = Simd::broadcast(args.residual);
-  const Vector residual_low = Simd::broadcast(args.residual_low);
   const Vector inverse_mass = Simd::broadcast(args.inverse_mass);
-  const Vector log_mass = Simd::broadcast(args.log_mass);
+  const Vector train_mass = Simd::broadcast(args.inverse_train_mass);
+  const Vector log2_square_scale = Simd::broadcast(args.log2_square_scale);
+  const Vector root_mass = Simd::broadcast(args.root_mass);
   const Vector zero = Simd::broadcast(0.0f);
   const Vector half = Simd::broadcast(0.5f);
   Vector tv = zero, chi2 = zero, bhattacharyya = zero, outside = zero;
   Vector largest = Simd::broadcast(-kInf);
   for (int64_t column = 0; column < args.run.count; column += Simd::kLanes) {
-    const Mask tail = Simd::first(args.run.count - column);
-    const Pair pair = columns.template pair<kNeedsResidue<Rollout, Train>>(
-        Simd::load(rollout + column, tail), Simd::load(train + column, tail));
-    const Vector t = Simd::sub(Simd::sub(pair.u, residual), residual_low);
+    const int64_t left = args.run.count - column;
+    const Pair pair = columns.template pair<true>(load_vector(rollout + column, left),
+                                                  load_vector(train + column, left));
+    const Vector t = Simd::sub(pair.u, residual);
     const Standing at(pair, t);
     const Vector p =
-        Simd::zero_unless(at.in_rollout, Simd::mul(Simd::exp(pair.log_weight), inverse_mass));
-    const Vector step = Simd::sub(psi(t), t);  // expm1(-t)
+        Simd::zero_unless(at.in_rollout, Simd::mul(poly.exp2(pair.power), inverse_mass));
+    const Vector step = Simd::fms(t, poly.psi_over_u(t), t);  // expm1(-t)
     const Vector half_t = Simd::mul(half, t);
-    const Vector half_step = Simd::sub(psi(half_t), half_t);
+    const Vector half_step = Simd::fms(half_t, poly.psi_over_u(half_t), half_t);
     const Vector moved = Simd::mul(p, step);
     tv = Simd::add_where(at.near, tv, Simd::abs(moved));
     chi2 = Simd::add_where(at.near, chi2, Simd::mul(moved, step));
@@ -293,19 +616,18 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
     const Mask far = Simd::but_not(at.both, at.near);
     const Mask only_rollout = Simd::but_not(at.in_rollout, at.in_train);
     const Mask only_train = Simd::but_not(at.in_train, at.in_rollout);
-    const Vector log_train = Simd::add(columns.log_train(pair), residual);
-    const Vector q = Simd::zero_unless(at.in_train, Simd::mul(Simd::exp(log_train), inverse_mass));
+    const Vector train_power = columns.train_power(pair);
+    const Vector q = Simd::zero_unless(at.in_train, Simd::mul(poly.exp2(train_power), train_mass));
     // q^2 / p in log space: neither factor need be representable.
     const Vector log_square =
-        Simd::sub(Simd::sub(Simd::add(log_train, log_train), pair.log_weight), log_mass);
-    const Mask overflows = Simd::both(far, Simd::less(Simd::broadcast(88.0f), log_square));
+        Simd::add(Simd::sub(Simd::add(train_power, train_power), pair.power), log2_square_scale);
+    const Mask overflows = Simd::both(far, Simd::less(Simd::broadcast(127.0f), log_square));
     const Vector square = Simd::select(overflows, Simd::broadcast(kInf),
-                                       Simd::exp(Simd::zero_unless(far, log_square)));
+                                       poly.exp2(Simd::zero_unless(far, log_square)));
     const Vector excess = Simd::add(Simd::sub(square, Simd::add(q, q)), p);
     // sqrt(p q) in log space
-    const Vector root = Simd::mul(
-        Simd::exp(Simd::zero_unless(far, Simd::mul(half, Simd::add(log_train, pair.log_weight)))),
-        inverse_mass);
+    const Vector log_root = Simd::mul(half, Simd::add(train_power, pair.power));
+    const Vector root = Simd::mul(poly.exp2(Simd::zero_unless(far, log_root)), root_mass);
     const Vector apart = Simd::sub(Simd::add(p, q), Simd::add(root, root));
     const Vector difference = Simd::abs(Simd::sub(q, p));
     tv = Simd::add_where(Simd::but_not(at.both, at.near), tv, difference);
@@ -325,70 +647,127 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
   out.max_log_ratio = Simd::largest(largest);
 }
 
-template <bool kOnlyKlTrain, typename Rollout, typename Train, RunScale kScale>
-void gradient_columns(const GradientArgs& args) {
-  const Rollout* const rollout = static_cast<const Rollout*>(args.run.rollout);
-  const Train* const train = static_cast<const Train*>(args.run.train);
-  const Columns<kScale> columns(args.run);
-  const Vector residual = Simd::broadcast(args.residual);
-  const Vector residual_low = Simd::broadcast(args.residual_low);
-  const Vector inverse_mass = Simd::broadcast(args.inverse_mass);
-  const Vector log_mass = Simd::broadcast(args.log_mass);
-  const Vector g_kl = Simd::broadcast(args.g_kl);
-  const Vector zero = Simd::broadcast(0.0f);
-  const Vector near = Simd::broadcast(near_limit<float>());
-  for (int64_t column = 0; column < args.run.count; column += Simd::kLanes) {
-    const Mask tail = Simd::first(args.run.count - column);
-    const Pair pair = columns.template pair<kNeedsResidue<Rollout, Train>>(
-        Simd::load(rollout + column, tail), Simd::load(train + column, tail));
-    Vector t = Simd::sub(Simd::sub(pair.u, residual), residual_low);
-    const Vector p = Simd::mul(Simd::exp(pair.log_weight), inverse_mass);
-    Vector q_minus_p = Simd::mul(p, Simd::sub(psi(t), t));
-    Vector q = Simd::add(p, q_minus_p);
-    Vector log_train = Simd::sub(pair.log_weight, t);
-    Mask in_rollout = tail, in_train = tail;
-    if (!Simd::all(Simd::less_equal(Simd::abs(t), near))) {
-      const Standing at(pair, t);
-      in_rollout = at.in_rollout;
-      in_train = at.in_train;
-      const Vector far_log = Simd::add(columns.log_train(pair), residual);
-      const Vector far_q = Simd::mul(Simd::exp(far_log), inverse_mass);
-      log_train = Simd::select(at.near, log_train, far_log);
-      q = Simd::zero_unless(in_train, Simd::select(at.near, q, far_q));
-      q_minus_p = Simd::select(at.near, q_minus_p, Simd::sub(q, Simd::zero_unless(in_rollout, p)));
-      t = Simd::zero_unless(at.both, t);
-    }
-    Vector grad_train = Simd::mul(g_kl, q_minus_p);
-    if constexpr (!kOnlyKlTrain) {
-      const Vector log_p = Simd::sub(pair.log_weight, log_mass);
-      const Vector log_q = Simd::sub(log_train, log_mass);
+template <bool kOnlyKlTrain, RunScale kScale>
+struct Gradient {
+  const GradientArgs& args;
+  const Columns<kScale> columns;
+  const Polynomials poly;
+  const Vector residual, inverse_mass, g_kl;
+
+  explicit Gradient(const GradientArgs& gradient)
+      : args(gradient),
+        columns(gradient.run),
+        residual(Simd::broadcast(gradient.residual)),
+        inverse_mass(Simd::broadcast(gradient.inverse_mass)),
+        g_kl(Simd::broadcast(gradient.g_kl)) {}
+
+  // q of columns that are not near. Up to |t| = kClose it is p exp(-t), so that q - p is as
+  // accurate as p; the difference of two rounded exponentials would not be.
+  Vector far_train(const Pair& pair, Vector p, Vector t) const {
+    const Mask close = Simd::less_equal(Simd::abs(t), Simd::broadcast(kClose));
+    const Vector power =
+        Simd::select(close, Simd::mul(t, Simd::broadcast(-1.44269504f)), columns.train_power(pair));
+    const Vector factor = Simd::select(close, p, Simd::broadcast(args.inverse_train_mass));
+    return Simd::mul(poly.exp2(power), factor);
+  }
+
+  void at(Vector x, Vector y, Vector& grad_rollout, Vector& grad_train) const {
+    const Vector zero = Simd::broadcast(0.0f);
+    const Pair pair = columns.template pair<true>(x, y);
+    Vector t = Simd::sub(pair.u, residual);
+    const Vector p = Simd::mul(poly.exp2(pair.power), inverse_mass);
+    // expm1(-t) = psi(t) - t
+    Vector q_minus_p = Simd::mul(p, Simd::fms(t, poly.psi_over_u(t), t));
+    const bool near =
+        Simd::all(Simd::less_equal(Simd::abs(t), Simd::broadcast(near_limit<float>())));
+    if constexpr (kOnlyKlTrain) {
+      if (!near) {
+        const Standing at(pair, t);
+        const Vector far_q = far_train(pair, p, t);
+        q_minus_p = Simd::select(
+            at.near, q_minus_p,
+            Simd::sub(Simd::zero_unless(at.in_train, far_q), Simd::zero_unless(at.in_rollout, p)));
+      }
+      grad_train = Simd::mul(g_kl, q_minus_p);
+    } else {
+      const Vector ln2 = Simd::broadcast(kLn2);
+      const Vector log_weight = Simd::mul(pair.power, ln2);
+      Vector q = Simd::add(p, q_minus_p);
+      Vector log_train = Simd::sub(log_weight, t);
+      Mask in_rollout = Simd::first(Simd::kLanes), in_train = in_rollout;
+      if (!near) {
+        const Standing at(pair, t);
+        in_rollout = at.in_rollout;
+        in_train = at.in_train;
+        const Vector far_log = Simd::fma(columns.train_power(pair), ln2, residual);
+        const Vector far_q = far_train(pair, p, t);
+        log_train = Simd::select(at.near, log_train, far_log);
+        q = Simd::zero_unless(in_train, Simd::select(at.near, q, far_q));
+        q_minus_p =
+            Simd::select(at.near, q_minus_p, Simd::sub(q, Simd::zero_unless(in_rollout, p)));
+        t = Simd::zero_unless(at.both, t);
+      }
       const auto coefficient = [](float value) { return Simd::broadcast(value); };
+      const Vector log_mass = Simd::broadcast(args.log_mass);
+      const Vector log_p = Simd::sub(log_weight, log_mass);
+      const Vector log_q = Simd::sub(log_train, log_mass);
       Vector inner = coefficient(args.g_logp_train);
       inner = Simd::fma(coefficient(args.g_kl_train_rollout),
                         Simd::add(t, coefficient(args.kl_train_rollout)), inner);
       inner = Simd::fma(coefficient(args.g_entropy_train),
                         Simd::add(log_q, coefficient(args.entropy_train)), inner);
+      grad_train = Simd::mul(g_kl, q_minus_p);
       grad_train = Simd::sub(grad_train, Simd::zero_unless(in_train, Simd::mul(q, inner)));
       inner = Simd::sub(zero, coefficient(args.g_logp_rollout));
       inner = Simd::fma(g_kl, Simd::sub(t, coefficient(args.kl)), inner);
       inner = Simd::sub(inner, Simd::mul(coefficient(args.g_entropy_rollout),
                                          Simd::add(log_p, coefficient(args.entropy_rollout))));
-      Vector grad_rollout = Simd::zero_unless(in_rollout, Simd::mul(p, inner));
+      grad_rollout = Simd::zero_unless(in_rollout, Simd::mul(p, inner));
       grad_rollout =
           Simd::sub(grad_rollout, Simd::mul(coefficient(args.g_kl_train_rollout), q_minus_p));
       if constexpr (kScale != RunScale::kNone) {
         grad_rollout = Simd::mul(grad_rollout, columns.rollout_high);
       }
-      if (args.grad_rollout != nullptr) {
-        Simd::store(static_cast<Rollout*>(args.grad_rollout) + column, grad_rollout, tail);
-      }
     }
     if constexpr (kScale != RunScale::kNone) {
       grad_train = Simd::mul(grad_train, columns.train_high);
     }
-    if (args.grad_train != nullptr) {
-      Simd::store(static_cast<Train*>(args.grad_train) + column, grad_train, tail);
-    }
+  }
+};
+
+template <bool kOnlyKlTrain, typename Rollout, typename Train, RunScale kScale>
+void gradient_columns(const GradientArgs& args) {
+  constexpr bool kSplit = kSplits<Rollout, Train>;
+  constexpr int64_t kBlock = 2 * Simd::kLanes;
+  const Rollout* const rollout = static_cast<const Rollout*>(args.run.rollout);
+  const Train* const train = static_cast<const Train*>(args.run.train);
+  Rollout* const to_rollout = kOnlyKlTrain ? nullptr : static_cast<Rollout*>(args.grad_rollout);
+  Train* const to_train = static_cast<Train*>(args.grad_train);
+  const Gradient<kOnlyKlTrain, kScale> gradient(args);
+  const int64_t whole = args.run.count / kBlock * kBlock;
+  Two grad_rollout, grad_train;
+  for (int64_t column = 0; column < whole; column += kBlock) {
+    const Two x = load_block<kSplit>(rollout + column), y = load_block<kSplit>(train + column);
+    gradient.at(x.a, y.a, grad_rollout.a, grad_train.a);
+    gradient.at(x.b, y.b, grad_rollout.b, grad_train.b);
+    if (to_rollout != nullptr) store_block<kSplit>(to_rollout + column, grad_rollout);
+    if (to_train != nullptr) store_block<kSplit>(to_train + column, grad_train);
+  }
+  const int64_t rest = args.run.count - whole;
+  if (rest == 0) return;
+  Padded<Rollout> last_rollout(rollout + whole, rest);
+  Padded<Train> last_train(train + whole, rest);
+  const Two x = load_block<kSplit>(last_rollout.columns);
+  const Two y = load_block<kSplit>(last_train.columns);
+  gradient.at(x.a, y.a, grad_rollout.a, grad_train.a);
+  gradient.at(x.b, y.b, grad_rollout.b, grad_train.b);
+  if (to_rollout != nullptr) {
+    store_block<kSplit>(last_rollout.columns, grad_rollout);
+    std::copy_n(last_rollout.columns, rest, to_rollout + whole);
+  }
+  if (to_train != nullptr) {
+    store_block<kSplit>(last_train.columns, grad_train);
+    std::copy_n(last_train.columns, rest, to_train + whole);
   }
 }
 
@@ -401,13 +780,22 @@ void gradient_run(const GradientArgs& args) {
   }
 }
 
+template <typename Rollout, typename Train, int kExtra>
+void fill_sum(RowRuns& runs, int rollout, int train) {
+  constexpr RunScale kNone = RunScale::kNone;
+  runs.sum[rollout][train][kExtra] = &sum_run<kExtra, Rollout, Train, kNone, true>;
+  if constexpr (sizeof(Rollout) == 2 && sizeof(Train) == 2) {
+    runs.sum_exact[rollout][train][kExtra] = &sum_run<kExtra, Rollout, Train, kNone, false>;
+  }
+}
+
 template <typename Rollout, typename Train>
 void fill(RowRuns& runs, int rollout, int train) {
   constexpr RunScale kNone = RunScale::kNone;
-  runs.sum[rollout][train][0] = &sum_run<0, Rollout, Train, kNone>;
-  runs.sum[rollout][train][1] = &sum_run<1, Rollout, Train, kNone>;
-  runs.sum[rollout][train][2] = &sum_run<2, Rollout, Train, kNone>;
-  runs.sum[rollout][train][3] = &sum_run<3, Rollout, Train, kNone>;
+  fill_sum<Rollout, Train, 0>(runs, rollout, train);
+  fill_sum<Rollout, Train, 1>(runs, rollout, train);
+  fill_sum<Rollout, Train, 2>(runs, rollout, train);
+  fill_sum<Rollout, Train, 3>(runs, rollout, train);
   runs.maxima[rollout][train] = &maxima_run<Rollout, Train>;
   runs.moments[rollout][train] = &moment_run<Rollout, Train, kNone>;
   runs.gradient[rollout][train] = &gradient_run<Rollout, Train, kNone>;
@@ -415,14 +803,14 @@ void fill(RowRuns& runs, int rollout, int train) {
 
 template <RunScale kScale>
 void fill_scaled(RowRuns& runs, int mixed) {
-  runs.sum_scaled[mixed][0] = &sum_run<0, float, float, kScale>;
-  runs.sum_scaled[mixed][1] = &sum_run<3, float, float, kScale>;
+  runs.sum_scaled[mixed][0] = &sum_run<0, float, float, kScale, true>;
+  runs.sum_scaled[mixed][1] = &sum_run<3, float, float, kScale, true>;
   runs.moments_scaled[mixed] = &moment_run<float, float, kScale>;
   runs.gradient_scaled[mixed] = &gradient_run<float, float, kScale>;
 }
 
 RowRuns make_runs(const char* name) {
-  RowRuns runs;
+  RowRuns runs = {};
   runs.name = name;
   fill<float, float>(runs, 0, 0);
   fill<float, BFloat16>(runs, 0, 1);

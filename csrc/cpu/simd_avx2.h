@@ -20,6 +20,7 @@ struct Simd {
     return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(limit), lane));
   }
   static Vector broadcast(float value) { return _mm256_set1_ps(value); }
+  static Vector constant(float value) { return broadcast(value); }
   static Vector load(const float* place) { return _mm256_loadu_ps(place); }
   static Vector load(const BFloat16* place) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(place));
@@ -36,13 +37,37 @@ struct Simd {
     for (int i = 0; i < int(kLanes); ++i) lanes[i] = i < count ? place[i] : minus_infinity(T{});
     return load(lanes);
   }
-  template <typename T>
-  static void store(T* place, Vector value, Mask mask) {
-    const int count = __builtin_popcount(unsigned(_mm256_movemask_ps(mask)));
-    if (count == int(kLanes)) return store_all(place, value);
-    T lanes[kLanes];
-    store_all(lanes, value);
-    for (int i = 0; i < count; ++i) place[i] = lanes[i];
+  // The even columns of 16, and the odd.
+  static void load_split(const BFloat16* place, Vector& even, Vector& odd) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(place));
+    even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+    odd = _mm256_castsi256_ps(_mm256_and_si256(bits, high_half()));
+  }
+  static void store_split(BFloat16* place, Vector even, Vector odd) {
+    const __m256i low = _mm256_srli_epi32(rounded(even), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(place),
+                        _mm256_or_si256(low, _mm256_and_si256(rounded(odd), high_half())));
+  }
+  static void store(float* place, Vector value) { _mm256_storeu_ps(place, value); }
+  static void store(BFloat16* place, Vector value) {
+    const __m256i bits = _mm256_srli_epi32(rounded(value), 16);
+    const __m128i packed =
+        _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(place), packed);
+  }
+  static void store(Float16* place, Vector value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(place),
+                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  // Stores the lanes of the mask one behind the other; their number.
+  static int64_t keep(float* place, Vector value, Mask mask) {
+    alignas(32) float lanes[kLanes];
+    _mm256_store_ps(lanes, value);
+    int64_t kept = 0;
+    for (unsigned bits = unsigned(_mm256_movemask_ps(mask)); bits != 0; bits &= bits - 1) {
+      place[kept++] = lanes[__builtin_ctz(bits)];
+    }
+    return kept;
   }
 
   static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
@@ -50,6 +75,8 @@ struct Simd {
   static Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
   static Vector fms(Vector a, Vector b, Vector c) { return _mm256_fmsub_ps(a, b, c); }
+  // a b + c in one rounding, everywhere
+  static Vector fused(Vector a, Vector b, Vector c) { return fma(a, b, c); }
   // a b - product, exactly where product = fl(a b)
   static Vector product_error(Vector a, Vector b, Vector product) { return fms(a, b, product); }
   static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
@@ -63,37 +90,38 @@ struct Simd {
     return _mm256_add_ps(sum, _mm256_and_ps(mask, _mm256_mul_ps(a, b)));
   }
 
+  // The larger of |a| and |b|, NaN above all.
+  static Vector larger_magnitude(Vector a, Vector b) {
+    return _mm256_castsi256_ps(
+        _mm256_max_epu32(_mm256_castps_si256(abs(a)), _mm256_castps_si256(abs(b))));
+  }
+  // The larger of a and b where one is positive, else one of them.
+  static Vector larger_above_zero(Vector a, Vector b) {
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+  }
+
   static Mask less_equal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
   static Mask less(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
   static Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
   static Mask either(Mask a, Mask b) { return _mm256_or_ps(a, b); }
   static Mask but_not(Mask a, Mask b) { return _mm256_andnot_ps(b, a); }
+  static Mask opposite(Mask a) {
+    return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(-1)));
+  }
   static Mask none() { return _mm256_setzero_ps(); }
   static bool all(Mask mask) { return _mm256_movemask_ps(mask) == 0xff; }
+  static int count(Mask mask) { return __builtin_popcount(unsigned(_mm256_movemask_ps(mask))); }
   static bool any(Mask mask) { return _mm256_movemask_ps(mask) != 0; }
 
-  // exp(t), t <= 88: as on AVX-512, with the power of two built from its bits; 0, and not alive,
-  // below -87.3.
-  static Vector exp(Vector t, Mask& alive) {
-    alive = _mm256_cmp_ps(t, broadcast(-87.3f), _CMP_GT_OQ);
-    t = _mm256_max_ps(t, broadcast(-87.3f));
-    const Vector log2e = broadcast(1.44269504f);
-    const Vector n =
-        _mm256_round_ps(_mm256_mul_ps(t, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Vector f = _mm256_fmsub_ps(t, log2e, n);
-    Vector series = broadcast(0.0013276487f);
-    series = fma(series, f, broadcast(0.00967554040f));
-    series = fma(series, f, broadcast(0.0555071323f));
-    series = fma(series, f, broadcast(0.240221198f));
-    series = fma(series, f, broadcast(0.693146967f));
-    series = fma(series, f, broadcast(1.00000007f));
-    const __m256i scale = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-    const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(series), scale);
+  // z - floor(z); anything at -inf
+  static Vector fraction(Vector z) { return sub(z, _mm256_floor_ps(z)); }
+  // a 2^floor(z) for z <= 126 and 1 - 2^-24 <= a <= 2; 0 below z = -126
+  static Vector scale(Vector a, Vector z) {
+    const Mask alive = _mm256_cmp_ps(z, broadcast(-126.0f), _CMP_GE_OQ);
+    const Vector n = _mm256_floor_ps(_mm256_max_ps(z, broadcast(-126.0f)));
+    const __m256i power = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(a), power);
     return _mm256_and_ps(alive, _mm256_castsi256_ps(scaled));
-  }
-  static Vector exp(Vector t) {
-    Mask alive;
-    return exp(t, alive);
   }
 
   static double sum(Vector value) {
@@ -116,22 +144,15 @@ struct Simd {
   static BFloat16 minus_infinity(BFloat16) { return {0xff80}; }
   static Float16 minus_infinity(Float16) { return {0xfc00}; }
 
-  static void store_all(float* place, Vector value) { _mm256_storeu_ps(place, value); }
-  static void store_all(BFloat16* place, Vector value) {
+  static __m256i high_half() { return _mm256_set1_epi32(int32_t(0xffff0000)); }
+  // Nearest bfloat16 in the upper half of each lane, ties to even; NaN stays NaN.
+  static __m256i rounded(Vector value) {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
-    rounded = _mm256_blendv_epi8(rounded, quiet,
-                                 _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q)));
-    rounded = _mm256_srli_epi32(rounded, 16);
-    const __m128i packed =
-        _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(place), packed);
-  }
-  static void store_all(Float16* place, Vector value) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(place),
-                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return _mm256_blendv_epi8(up, quiet,
+                              _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q)));
   }
 };
 

@@ -18,6 +18,12 @@ struct Simd {
     return count >= kLanes ? Mask(0xffff) : Mask((1u << count) - 1u);
   }
   static Vector broadcast(float value) { return _mm512_set1_ps(value); }
+  // A broadcast that stays in a register or a spill slot: the compiler must not make it anew.
+  static Vector constant(float value) {
+    Vector vector = broadcast(value);
+    asm("" : "+v"(vector));
+    return vector;
+  }
   static Vector load(const float* place) { return _mm512_loadu_ps(place); }
   static Vector load(const BFloat16* place) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(place));
@@ -38,20 +44,30 @@ struct Simd {
     return _mm512_cvtph_ps(
         _mm256_mask_loadu_epi16(_mm256_set1_epi16(int16_t(0xfc00)), mask, place));
   }
-  static void store(float* place, Vector value, Mask mask) {
-    _mm512_mask_storeu_ps(place, mask, value);
+  // The even columns of 32, and the odd.
+  static void load_split(const BFloat16* place, Vector& even, Vector& odd) {
+    split(_mm512_loadu_si512(place), even, odd);
   }
-  static void store(BFloat16* place, Vector value, Mask mask) {
-    const __m512i bits = _mm512_castps_si512(value);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    const Mask nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x00400000));
-    _mm256_mask_storeu_epi16(place, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  static void store_split(BFloat16* place, Vector even, Vector odd) {
+    const __m512i high = _mm512_set1_epi32(int32_t(0xffff0000));
+    const __m512i low = _mm512_srli_epi32(rounded(even), 16);
+    // low or (odd and high)
+    _mm512_storeu_si512(place, _mm512_ternarylogic_epi32(low, high, rounded(odd), 0xf8));
   }
-  static void store(Float16* place, Vector value, Mask mask) {
-    _mm256_mask_storeu_epi16(place, mask,
-                             _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  static void store(float* place, Vector value) { _mm512_storeu_ps(place, value); }
+  static void store(BFloat16* place, Vector value) {
+    const __m512i bits = _mm512_srli_epi32(rounded(value), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), _mm512_cvtepi32_epi16(bits));
+  }
+  static void store(Float16* place, Vector value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(place),
+                        _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  // Stores the lanes of the mask one behind the other, and whatever else up to kLanes; their
+  // number.
+  static int64_t keep(float* place, Vector value, Mask mask) {
+    _mm512_storeu_ps(place, _mm512_maskz_compress_ps(mask, value));
+    return count(mask);
   }
 
   static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
@@ -59,6 +75,8 @@ struct Simd {
   static Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
   static Vector fms(Vector a, Vector b, Vector c) { return _mm512_fmsub_ps(a, b, c); }
+  // a b + c in one rounding, everywhere
+  static Vector fused(Vector a, Vector b, Vector c) { return fma(a, b, c); }
   // a b - product, exactly where product = fl(a b)
   static Vector product_error(Vector a, Vector b, Vector product) { return fms(a, b, product); }
   static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
@@ -75,36 +93,31 @@ struct Simd {
     return _mm512_mask3_fmadd_ps(a, b, sum, mask);
   }
 
+  // The larger of |a| and |b|, NaN above all. Integer maxima: the multiply and add pipes are busy.
+  static Vector larger_magnitude(Vector a, Vector b) {
+    return _mm512_castsi512_ps(
+        _mm512_max_epu32(_mm512_castps_si512(abs(a)), _mm512_castps_si512(abs(b))));
+  }
+  // The larger of a and b where one is positive, else one of them.
+  static Vector larger_above_zero(Vector a, Vector b) {
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+  }
+
   static Mask less_equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
   static Mask less(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+  static Mask opposite(Mask a) { return Mask(~a); }
   static Mask both(Mask a, Mask b) { return a & b; }
   static Mask either(Mask a, Mask b) { return a | b; }
   static Mask but_not(Mask a, Mask b) { return Mask(a & ~b); }
   static Mask none() { return 0; }
   static bool all(Mask mask) { return mask == 0xffff; }
+  static int count(Mask mask) { return __builtin_popcount(mask); }
   static bool any(Mask mask) { return mask != 0; }
 
-  // exp(t), t <= 88, in 2^n times a degree-5 minimax of 2^f on |f| <= 1/2: relative error 7.5e-8 of
-  // the polynomial plus |t| 1.3e-8 of log2(e); 0, and not alive, below -150 (exp underflows at
-  // -104).
-  static Vector exp(Vector t, Mask& alive) {
-    alive = _mm512_cmp_ps_mask(t, broadcast(-150.0f), _CMP_GT_OQ);
-    const Vector log2e = broadcast(1.44269504f);
-    const Vector n = _mm512_roundscale_ps(_mm512_mul_ps(t, log2e),
-                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Vector f = _mm512_fmsub_ps(t, log2e, n);
-    Vector series = broadcast(0.0013276487f);
-    series = fma(series, f, broadcast(0.00967554040f));
-    series = fma(series, f, broadcast(0.0555071323f));
-    series = fma(series, f, broadcast(0.240221198f));
-    series = fma(series, f, broadcast(0.693146967f));
-    series = fma(series, f, broadcast(1.00000007f));
-    return _mm512_maskz_scalef_ps(alive, series, n);
-  }
-  static Vector exp(Vector t) {
-    Mask alive;
-    return exp(t, alive);
-  }
+  // z - floor(z), 0 at -inf
+  static Vector fraction(Vector z) { return _mm512_reduce_ps(z, 0x01 | _MM_FROUND_NO_EXC); }
+  // a 2^floor(z), 0 at z = -inf
+  static Vector scale(Vector a, Vector z) { return _mm512_scalef_ps(a, z); }
 
   static double sum(Vector value) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(value));
@@ -112,6 +125,20 @@ struct Simd {
     return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
   }
   static float largest(Vector value) { return _mm512_reduce_max_ps(value); }
+
+ private:
+  static void split(__m512i bits, Vector& even, Vector& odd) {
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int32_t(0xffff0000))));
+  }
+  // Nearest bfloat16 in the upper half of each lane, ties to even; NaN stays NaN.
+  static __m512i rounded(Vector value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const Mask nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x00400000));
+  }
 };
 
 }  // namespace

@@ -20,6 +20,7 @@ struct Simd {
     return mask;
   }
   static Vector broadcast(float value) { return value - Vector{}; }
+  static Vector constant(float value) { return broadcast(value); }
   template <typename T>
   static Vector load(const T* place) {
     Vector value;
@@ -32,11 +33,30 @@ struct Simd {
     for (int i = 0; i < kLanes; ++i) value[i] = mask[i] ? number(place[i]) : -__builtin_inff();
     return value;
   }
-  template <typename T>
-  static void store(T* place, Vector value, Mask mask) {
+  // The even columns of 16, and the odd.
+  static void load_split(const BFloat16* place, Vector& even, Vector& odd) {
     for (int i = 0; i < kLanes; ++i) {
-      if (mask[i]) place[i] = stored(value[i], T{});
+      even[i] = number(place[2 * i]);
+      odd[i] = number(place[2 * i + 1]);
     }
+  }
+  static void store_split(BFloat16* place, Vector even, Vector odd) {
+    for (int i = 0; i < kLanes; ++i) {
+      place[2 * i] = to_bfloat16(even[i]);
+      place[2 * i + 1] = to_bfloat16(odd[i]);
+    }
+  }
+  template <typename T>
+  static void store(T* place, Vector value) {
+    for (int i = 0; i < kLanes; ++i) place[i] = stored(value[i], T{});
+  }
+  // Stores the lanes of the mask one behind the other; their number.
+  static int64_t keep(float* place, Vector value, Mask mask) {
+    int64_t kept = 0;
+    for (int i = 0; i < kLanes; ++i) {
+      if (mask[i]) place[kept++] = value[i];
+    }
+    return kept;
   }
 
   static Vector add(Vector a, Vector b) { return a + b; }
@@ -44,6 +64,11 @@ struct Simd {
   static Vector mul(Vector a, Vector b) { return a * b; }
   static Vector fma(Vector a, Vector b, Vector c) { return a * b + c; }
   static Vector fms(Vector a, Vector b, Vector c) { return a * b - c; }
+  // a b + c in one rounding, everywhere (but for a double's)
+  static Vector fused(Vector a, Vector b, Vector c) {
+    const Wide product = __builtin_convertvector(a, Wide) * __builtin_convertvector(b, Wide);
+    return __builtin_convertvector(product + __builtin_convertvector(c, Wide), Vector);
+  }
   // a b - product, exactly where product = fl(a b): 24-bit factors fit a double's product.
   static Vector product_error(Vector a, Vector b, Vector product) {
     const Wide exact = __builtin_convertvector(a, Wide) * __builtin_convertvector(b, Wide);
@@ -60,41 +85,45 @@ struct Simd {
     return sum + zero_unless(mask, a * b);
   }
 
+  // The larger of |a| and |b|, NaN above all.
+  static Vector larger_magnitude(Vector a, Vector b) {
+    const Mask first = Mask(abs(a)), second = Mask(abs(b));
+    return Vector(first > second ? first : second);
+  }
+  // The larger of a and b where one is positive, else one of them.
+  static Vector larger_above_zero(Vector a, Vector b) {
+    return Vector(Mask(a) > Mask(b) ? Mask(a) : Mask(b));
+  }
+
   static Mask less_equal(Vector a, Vector b) { return a <= b; }
   static Mask less(Vector a, Vector b) { return a < b; }
   static Mask both(Mask a, Mask b) { return a & b; }
   static Mask either(Mask a, Mask b) { return a | b; }
   static Mask but_not(Mask a, Mask b) { return a & ~b; }
+  static Mask opposite(Mask a) { return ~a; }
   static Mask none() { return Mask{}; }
   static bool all(Mask mask) { return !any(~mask); }
+  static int count(Mask mask) {
+    int on = 0;
+    for (int i = 0; i < kLanes; ++i) on -= mask[i];
+    return on;
+  }
   static bool any(Mask mask) {
     uint64_t words[4];
     memcpy(words, &mask, sizeof(words));
     return (words[0] | words[1] | words[2] | words[3]) != 0;
   }
 
-  // exp(t), t <= 88: the polynomial of the other sets; log2(e) in two parts, the first short enough
-  // for an exact product with an exponent, in place of a fused multiply. 0, and not alive, below
-  // -87.3.
-  static Vector exp(Vector t, Mask& alive) {
-    alive = t > broadcast(-87.3f);
-    t = alive ? t : broadcast(-87.3f);
-    const Vector rounder = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const Vector n = (t * 1.44269504f + rounder) - rounder;
-    const Vector r = (t - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
-    const Vector f = r * 1.44269504f;
-    Vector series = broadcast(0.0013276487f);
-    series = series * f + 0.00967554040f;
-    series = series * f + 0.0555071323f;
-    series = series * f + 0.240221198f;
-    series = series * f + 0.693146967f;
-    series = series * f + 1.00000007f;
-    const Mask scale = __builtin_convertvector(n, Mask) << 23;
-    return Vector(alive & (Mask(series) + scale));
+  // z - floor(z); 0 below z = -126
+  static Vector fraction(Vector z) {
+    z = clamped(z);
+    return z - floor(z);
   }
-  static Vector exp(Vector t) {
-    Mask alive;
-    return exp(t, alive);
+  // a 2^floor(z) for z <= 126 and 1 - 2^-24 <= a <= 2; 0 below z = -126
+  static Vector scale(Vector a, Vector z) {
+    const Mask alive = z >= broadcast(-126.0f);
+    const Mask power = __builtin_convertvector(floor(clamped(z)), Mask) << 23;
+    return Vector(alive & (Mask(a) + power));
   }
 
   static double sum(Vector value) {
@@ -109,6 +138,16 @@ struct Simd {
   }
 
  private:
+  static Vector clamped(Vector z) {
+    const Vector least = broadcast(-126.0f);
+    return z > least ? z : least;
+  }
+  // |z| < 2^22
+  static Vector floor(Vector z) {
+    const Vector rounder = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vector nearest = (z + rounder) - rounder;
+    return nearest > z ? nearest - 1.0f : nearest;
+  }
   static float number(float value) { return value; }
   static float number(BFloat16 value) { return to_float(value); }
   static float number(Float16 value) { return to_float(value); }

@@ -169,7 +169,7 @@ int main() {
         }
       }
     }
-    for (const int64_t vocab : {8191, 8193, 16384, 16385, 40000}) {
+    for (const int64_t vocab : {8191, 8193, 32768, 32769, 40000}) {
       cases += run_case(StorageType::kFloat32, StorageType::kFloat32, vocab, 1, 1, 1.0, random);
       cases += run_case(StorageType::kBFloat16, StorageType::kBFloat16, vocab, 1, 3, 1.0, random);
       cases += run_case(StorageType::kFloat16, StorageType::kFloat32, vocab, 3, 0, 1.3, random);

@@ -12,7 +12,7 @@ import torch
 import trm_ext as trm
 from tests.backends import usable
 from tests.rows import GRADIENT_RTOL, KL_RTOL, base_rows, exact_kl
-from trm_ext import reference
+from trm_ext import _lib, reference
 from trm_ext.outputs import encode
 
 KLS = (1e-9, 1e-6, 1e-3, 0.1, 1.0, 10.0)
@@ -25,6 +25,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture(params=("cpu", "emulator-inorder", "cuda"))
 def backend(request):
     return usable(request.param)
+
+
+@pytest.fixture(params=(*(f"cpu-{name}" for name in _lib.CPU_CAPABILITIES), "emulator-inorder"))
+def any_kernel(request):
+    """The CPU kernels of each instruction set, and the CUDA kernels."""
+    name, _, capability = request.param.partition("-")
+    if name != "cpu":
+        yield usable(request.param)
+        return
+    try:
+        _lib.force_cpu_capability(capability)
+    except ValueError as lacking:
+        pytest.skip(str(lacking))
+    yield usable("cpu")
+    _lib.force_cpu_capability(None)
 
 
 def nominal_pair(kind, vocab, kl, seed=0):
@@ -145,6 +160,16 @@ def test_sixteen_bit_table(backend, vocab):
     assert max(map(max, table.values())) <= KL_RTOL
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_sixteen_bit_log_probs_against_raw_logits(backend, dtype):
+    """Their differences need more than 24 bits: 15 against -1e-4."""
+    x, y = nominal_pair("peaked", 32768, 1e-3)
+    x = x - x.amax(-1, keepdim=True) + 15
+    error = worst(backend, x.to(dtype), torch.log_softmax(y, -1).to(dtype))
+    print(f"{backend.name}, {dtype}: {error:.1e}")
+    assert error <= KL_RTOL
+
+
 def test_gradient_table(backend):
     table = {}
     for kind in KINDS:
@@ -216,10 +241,15 @@ def test_edge_table(backend):
     assert kl_of(backend, x.float(), x.float()).item() == 0.0
 
 
-# Flat rows on which one token moved: equal terms, and a log-ratio that is not the maxima's.
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("vocab", (1000, pytest.param(49152, marks=pytest.mark.slow)))
-def test_one_logit_table(backend, vocab, dtype):
+def test_one_logit_table(any_kernel, vocab, dtype):
+    """A flat row whose one moved token is the largest: equal terms, and a misleading maximum.
+
+    All other columns have the same weight, so rounding errors add up instead of averaging out; and
+    the difference of the maxima is the log-ratio of no column but the moved one.
+    """
+    backend = any_kernel
     masses, kls = (1e-4, 1e-3, 0.1, 0.3, 0.5), (1e-9, 1e-6, 1e-3, 0.1)
     table, gradients = {}, {}
     for mass in masses:

@@ -51,8 +51,9 @@ def test_a_name_this_processor_lacks_is_refused():
     assert result.returncode != 0 and "'mmx' is not one of" in result.stderr
 
 
-# Around the lane counts (8, 16), the looked-ahead columns (256), a run (8192), a slice (16384).
-VOCABULARIES = (1, 7, 8, 9, 15, 16, 17, 33, 257, 8191, 8193, 16383, 16384, 16385, 33000)
+# Around the lanes (8, 16) and blocks (16, 32), the looked-ahead columns (1024), a run (8192), a
+# slice (32768).
+VOCABULARIES = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 257, 1025, 8191, 8193, 32767, 32768, 32769)
 
 
 class TestValues:
@@ -125,9 +126,9 @@ class TestValues:
                 getattr(got, name).double(), want, rtol=KL_RTOL, atol=0, msg=name
             )
 
-    @pytest.mark.parametrize("column", (0, 8000, 8192, 16383, 16384, 19999))
+    @pytest.mark.parametrize("column", (0, 8000, 8192, 32767, 32768, 39999))
     def test_flags_anywhere(self, capability, column):
-        x, y = torch.randn(4, 20000), torch.randn(4, 20000)
+        x, y = torch.randn(4, 40000), torch.randn(4, 40000)
         x[0, column] = NAN
         y[1, column] = INF
         x[2, column], y[2, column] = -200.0, -INF
