@@ -16,6 +16,7 @@ namespace trm::cpu::float_row {
 namespace {
 
 constexpr int64_t kRunColumns = 8192;    // columns between flushes to double
+constexpr int64_t kMomentColumns = 512;  // the same in the second sweep: one chain per lane
 constexpr int64_t kLookColumns = 1024;   // maxima of so many columns make a frame
 constexpr int64_t kFirstColumns = 1024;  // a run whose shift is only that of the maxima is short
 constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean log-ratio stays
@@ -230,7 +231,7 @@ double mean_log_ratio(const DivergenceState<double>& state) {
 
 // How far a state's shift is from its mean log-ratio, and what that costs.
 struct ShiftQuality {
-  double share = 0;    // the part of G/S that is the shift's doing, (L - c)^2 / 2, and not KL
+  double share = 0;    // the part of G/S, or of R/S, that is the shift's doing and not KL's
   bool blurs = false;  // one token holds the mass, and L - c dwarfs its log-ratio to the mean, ~ KL
 
   explicit ShiftQuality(const DivergenceState<double>& state) {
@@ -241,6 +242,9 @@ struct ShiftQuality {
     if (!(std::fabs(b) > kShiftKept)) return;
     const double from_shift = b - std::log1p(b);
     share = from_shift / gap;
+    if (state.has(kCarriesTrainGap)) {
+      share = std::max(share, xlogx_gap(b) / (state.train_gap / mass));
+    }
     blurs = mass > 0.9 && mass < 1.2 && std::fabs(b) > 4.0 * (gap - from_shift);
   }
 };
@@ -379,17 +383,17 @@ DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const d
                             : columns.runs().moments[columns.rollout_type()][columns.train_type()];
   const auto finished = columns.finished(statistics);
   if (finished.too_large) return double_row::slice_moments(args, row, statistics, range);
+  MomentArgs run;
+  run.residual = static_cast<float>(finished.residual);
+  run.inverse_mass = finished.inverse_mass();
+  run.inverse_train_mass = finished.inverse_train_mass();
+  run.root_mass = static_cast<float>(std::exp(0.5 * finished.residual - finished.log_mass));
+  run.log2_square_scale =
+      static_cast<float>((2.0 * finished.residual - finished.log_mass) * kLog2e);
   DivergenceMoments total;
-  for (int64_t column = range.begin; column < range.end; column += kRunColumns) {
-    MomentArgs run;
-    run.run = columns.at(column, std::min(kRunColumns, range.end - column));
+  for (int64_t column = range.begin; column < range.end; column += kMomentColumns) {
+    run.run = columns.at(column, std::min(kMomentColumns, range.end - column));
     run.run.frame = finished.frame;
-    run.residual = static_cast<float>(finished.residual);
-    run.inverse_mass = finished.inverse_mass();
-    run.inverse_train_mass = finished.inverse_train_mass();
-    run.root_mass = static_cast<float>(std::exp(0.5 * finished.residual - finished.log_mass));
-    run.log2_square_scale =
-        static_cast<float>((2.0 * finished.residual - finished.log_mass) * kLog2e);
     MomentSums sums;
     moments(run, sums);
     merge_moments(total, {sums.tv, sums.chi2, sums.bhattacharyya, sums.outside_mass,

@@ -20,38 +20,7 @@ from trm_ext import _lib, cli, validate
 from trm_ext.validate import DTYPES, KLS, LAWS, OUTPUTS, VOCABULARIES
 
 SMALL = (1000, 4099)
-# Promises that float32 arithmetic breaks today. Strict: whoever mends a kernel deletes its lines.
-EQUAL_TERMS = "equal terms all round the same way in chains of up to 1024 float additions"
-FRAME = f"the frame follows the one token that moved (G/S is 1/p times the KL); {EQUAL_TERMS}"
-BROKEN = {
-    ("cpu", "one-logit"): EQUAL_TERMS,
-    ("cpu", "one-rare-logit"): FRAME,
-    ("cpu", "two-level"): EQUAL_TERMS,
-    ("cpu", "zipf"): EQUAL_TERMS,
-    ("emulator", "one-rare-logit"): FRAME,
-    ("emulator", "geometric"): EQUAL_TERMS,
-}
-BROKEN_AT_FULL_SIZE = {
-    **{("cpu", law): EQUAL_TERMS for law in LAWS if law != "temperature"},
-    ("cpu", "one-rare-logit"): FRAME,
-    ("emulator", "one-logit"): EQUAL_TERMS,
-    ("emulator", "one-rare-logit"): FRAME,
-    ("emulator", "two-level"): EQUAL_TERMS,
-}
-
-
-def cases(broken: dict[tuple[str, str], str]) -> list[object]:
-    return [
-        pytest.param(
-            backend,
-            law,
-            marks=pytest.mark.xfail(strict=True, reason=broken[backend, law])
-            if (backend, law) in broken
-            else (),
-        )
-        for backend in ("cpu", "emulator")
-        for law in LAWS
-    ]
+BACKENDS = ("cpu", "emulator")
 
 
 def check_backend(backend: str, law: str, vocabularies: tuple[int, ...]) -> None:
@@ -62,13 +31,15 @@ def check_backend(backend: str, law: str, vocabularies: tuple[int, ...]) -> None
     assert not first, f"{len(found.failures)} of {len(found.checks)} checks fail, first: {first}"
 
 
-@pytest.mark.parametrize(("backend", "law"), cases(BROKEN))
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_law_holds(backend: str, law: str) -> None:
     check_backend(backend, law, SMALL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "law"), cases(BROKEN_AT_FULL_SIZE))
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_law_holds_at_the_vocabularies_of_real_models(backend: str, law: str) -> None:
     check_backend(backend, law, VOCABULARIES)
 

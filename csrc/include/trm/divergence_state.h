@@ -508,8 +508,9 @@ TRM_HOST_DEVICE inline RowResult finish(const DivergenceState<double>& s) {
 template <typename Real>
 struct RowGradient {
   Real max_rollout;
-  Real shift;     // log S - log Q, the mean of (x - y) that makes t = log(p/q), rounded
-  Real residual;  // and what the rounding left
+  Real shift;         // log S - log Q, the mean of (x - y) that makes t = log(p/q), rounded
+  Real residual;      // and what the rounding left,
+  Real residual_low;  // twice
   Real log_mass;
   Real inverse_mass;
   Real kl;
@@ -553,6 +554,7 @@ TRM_INLINE ColumnGradient<Real> column_gradient(const RowGradient<Real>& row, Lo
   }
   if (in_rollout && in_train) {
     t = (log_ratio_in_frame(x, y, row.shift) + (rollout.error - train.error)) - row.residual;
+    t -= row.residual_low;
   }
   if (in_rollout && in_train && std::fabs(t) <= near_limit<Real>()) {
     q_minus_p = p * (psi_near(t) - t);
@@ -606,7 +608,10 @@ TRM_INLINE void add_moments(DivergenceMoments& sums, const double* statistics, L
   // As in read_gradient.
   const double log_ratio = statistics[kStatShift] + statistics[kStatResidual];
   const Real shift = static_cast<Real>(log_ratio);
-  const Real residual = static_cast<Real>(log_ratio - static_cast<double>(shift));
+  const double left =
+      (statistics[kStatShift] - static_cast<double>(shift)) + statistics[kStatResidual];
+  const Real residual = static_cast<Real>(left);
+  const Real residual_low = static_cast<Real>(left - static_cast<double>(residual));
   const Real log_mass = static_cast<Real>(
       statistics[kStatLogMass] + (statistics[kStatMaxRollout] - static_cast<double>(max_rollout)));
   Real p = 0, q = 0, log_p = 0, log_q = 0;
@@ -620,7 +625,7 @@ TRM_INLINE void add_moments(DivergenceMoments& sums, const double* statistics, L
   }
   if (in_rollout && in_train) {
     const Real u = log_ratio_in_frame(x, y, shift) + (rollout.error - train.error);
-    const Real t = u - residual;
+    const Real t = (u - residual) - residual_low;
     if (-t > sums.max_log_ratio) sums.max_log_ratio = -t;
     if (std::fabs(t) <= near_limit<Real>()) {
       const Real step = psi_near(t) - t;  // expm1(-t)

@@ -176,10 +176,14 @@ TRM_HOST_DEVICE inline bool read_gradient(const DivergenceBackwardArgs& args, in
   if (!any) return false;
   const double* statistics = args.statistics + row * kStatistics;
   out.max_rollout = static_cast<Real>(statistics[kStatMaxRollout]);
-  // log(p/q) = (x - y) - log_ratio, in two numbers: t is small where the first has cancelled.
+  // log(p/q) = (x - y) - log_ratio, in three numbers: t may be small where the first has cancelled,
+  // and on a sharp row where the second has.
   const double log_ratio = statistics[kStatShift] + statistics[kStatResidual];
   out.shift = static_cast<Real>(log_ratio);
-  out.residual = static_cast<Real>(log_ratio - static_cast<double>(out.shift));
+  const double left =
+      (statistics[kStatShift] - static_cast<double>(out.shift)) + statistics[kStatResidual];
+  out.residual = static_cast<Real>(left);
+  out.residual_low = static_cast<Real>(left - static_cast<double>(out.residual));
   // What rounding M leaves, log S absorbs: only their sum enters p.
   const double log_mass = statistics[kStatLogMass] +
                           (statistics[kStatMaxRollout] - static_cast<double>(out.max_rollout));

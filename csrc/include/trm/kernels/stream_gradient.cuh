@@ -85,6 +85,7 @@ __device__ __forceinline__ void kl_gradient(const GradientRow& row,
 #pragma unroll
   for (int i = 0; i < Columns; ++i) {
     t[i] = log_ratio_in_frame(rollout[i], train[i], row.gradient.shift) - row.gradient.residual;
+    t[i] -= row.gradient.residual_low;
     near = near & (std::fabs(t[i]) <= near_limit<float>());
   }
 #pragma unroll
