@@ -12,11 +12,6 @@
 
 namespace trm::emu {
 
-inline int64_t element_bytes(StorageType type) {
-  if (type == StorageType::kFloat64) return 8;
-  return type == StorageType::kFloat32 ? 4 : 2;
-}
-
 inline int64_t count_bits(uint32_t bits) { return __builtin_popcount(bits); }
 
 // From the lowest to the highest element of a strided [outer, inner] quantity.
@@ -33,7 +28,7 @@ inline void reads_rows(Buffers& buffers, const char* name, const void* data, int
 
 inline void reads_logits(Buffers& buffers, const char* name, const LogitsView& view,
                          const DivergenceArgs& args) {
-  const int64_t bytes = element_bytes(view.type);
+  const int64_t bytes = element_size(view.type);
   const int64_t span = (args.vocab - 1) * view.column_stride;
   if (args.vocab == 0) return;
   for (int64_t row = 0; row < args.rows; ++row) {
@@ -82,9 +77,9 @@ inline void backward_buffers(Buffers& buffers, const DivergenceBackwardArgs& arg
   buffers.reads("statistics", args.statistics, static_cast<size_t>(forward.rows * kStatistics * 8));
   const int64_t elements = forward.rows * args.columns;
   buffers.writes("grad_rollout", args.grad_rollout,
-                 static_cast<size_t>(elements * element_bytes(forward.rollout.type)));
+                 static_cast<size_t>(elements * element_size(forward.rollout.type)));
   buffers.writes("grad_train", args.grad_train,
-                 static_cast<size_t>(elements * element_bytes(forward.train.type)));
+                 static_cast<size_t>(elements * element_size(forward.train.type)));
 }
 
 inline void sequence_buffers(Buffers& buffers, const SequenceArgs& args,

@@ -38,10 +38,7 @@ void prefer_huge_pages(void* data, int64_t bytes) {
 }
 
 int64_t bytes_of(const trm::DivergenceBackwardArgs& args, trm::StorageType type) {
-  const int64_t size = type == trm::StorageType::kFloat64   ? 8
-                       : type == trm::StorageType::kFloat32 ? 4
-                                                            : 2;
-  return args.forward.rows * args.columns * size;
+  return args.forward.rows * args.columns * trm::element_size(type);
 }
 
 struct CpuBackend {

@@ -32,11 +32,6 @@ struct GradientPlan {
   int64_t blocks = 0;
 };
 
-inline int64_t element_size(StorageType type) {
-  if (type == StorageType::kFloat64) return 8;
-  return type == StorageType::kFloat32 ? 4 : 2;
-}
-
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }

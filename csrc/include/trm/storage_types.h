@@ -9,6 +9,12 @@ namespace trm {
 
 enum class StorageType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat64 };
 
+// In bytes.
+inline int64_t element_size(StorageType type) {
+  if (type == StorageType::kFloat64) return 8;
+  return type == StorageType::kFloat32 ? 4 : 2;
+}
+
 struct BFloat16 {
   uint16_t bits;
 };
