@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ CERTIFICATES = {
     "frozen_token": True,
     "frozen_prefix": True,
     "frozen_budget": True,
+    "frozen_budget (row maximum)": True,
     "frozen_drift": True,
     "log (asymptotic)": False,
     "seq_kl (asymptotic)": False,
@@ -62,10 +64,10 @@ class Case:
         draw: makes a batch of n rollouts from a generator.
         everything: all sequences with their probabilities, or None when they cannot be listed.
         max_kl: threshold of the gates and of the sequence mask, nats.
-        max_log_ratio: cap M of the gates, nats.
+        max_log_ratio: cap M of the gates, nats: on the row maximum, or on the sampled ratio.
         max_abs_log_weight: cap K of the sequence mask, nats.
-        shift_budget: b of the budget gate.
-        kl_budget: k of the budget gate, nats.
+        shift_budget: b of the budget and of the drift gate.
+        kl_budget: k of both, nats.
     """
 
     gain: float
@@ -154,26 +156,30 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def _gate(case: Case, batch: Batch, mode: certify.Mode, capped: bool) -> certify.GateStatistics:
+def _gate(case: Case, batch: Batch, mode: certify.Mode, cap: _Cap) -> certify.GateStatistics:
+    row = cap == "row"
     return certify.gate(
         batch.tokens.log_ratio,
         batch.tokens.kl,
         max_kl=case.max_kl,
-        row_max_log_ratio=batch.tokens.max_log_ratio if capped else None,
-        max_log_ratio=case.max_log_ratio if capped else None,
+        row_max_log_ratio=batch.tokens.max_log_ratio if row else None,
+        max_log_ratio=case.max_log_ratio if row else None,
         mode=mode,
         shift_budget=case.shift_budget,
         kl_budget=case.kl_budget,
-        ratio_cap=np.exp(case.max_log_ratio) if mode == "drift" else None,
+        ratio_cap=np.exp(case.max_log_ratio) if cap == "ratio" else None,
     )
 
 
-_GATES: dict[str, tuple[certify.Mode, bool]] = {
-    "frozen_token": ("token", True),
-    "frozen_prefix": ("prefix", True),
-    "frozen_budget": ("budget", True),
-    "frozen_drift": ("drift", False),
-    "frozen_budget (asymptotic)": ("budget", False),
+_Cap = Literal["row", "ratio", "none"]
+#: Where M enters: "row" closes the gate, "ratio" counts min(rho, e^M) as trm_ext.certify does.
+_GATES: dict[str, tuple[certify.Mode, _Cap]] = {
+    "frozen_token": ("token", "row"),
+    "frozen_prefix": ("prefix", "row"),
+    "frozen_budget": ("budget", "ratio"),
+    "frozen_budget (row maximum)": ("budget", "row"),
+    "frozen_drift": ("drift", "ratio"),
+    "frozen_budget (asymptotic)": ("budget", "none"),
 }
 
 
@@ -195,10 +201,8 @@ def _bounds(case: Case, batch: Batch, alpha: float) -> dict[str, certify.Certifi
             reward, weight, keep, max_abs_log_weight=case.max_abs_log_weight, alpha=alpha
         ),
     }
-    for name, (mode, capped) in _GATES.items():
-        made[name] = certify.frozen_certificate(
-            reward, _gate(case, batch, mode, capped), alpha=alpha
-        )
+    for name, (mode, cap) in _GATES.items():
+        made[name] = certify.frozen_certificate(reward, _gate(case, batch, mode, cap), alpha=alpha)
     return {name: made[name] for name in CERTIFICATES}
 
 
@@ -218,8 +222,8 @@ def _limits(case: Case, everything: Batch) -> dict[str, float]:
         ),
         "sequence_mask": float(p @ certify.mask_statistic(reward, weight, short)),
     }
-    for name, (mode, capped) in _GATES.items():
-        gate = _gate(case, everything, mode, capped)
+    for name, (mode, cap) in _GATES.items():
+        gate = _gate(case, everything, mode, cap)
         error = seq_kl = float(p @ gate.kl)
         if gate.max_log_ratio is not None:
             t, delta = gate.horizon, gate.max_kl

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -30,13 +30,13 @@ if TYPE_CHECKING:  # scipy takes half a second: imported when a certificate is a
     from theory.certify import Certificate, GateStatistics, Interval
 
 Array = NDArray[np.float64]
-Primary = Literal["truncated_weight", "sequence_mask", "frozen_drift"]
+Primary = Literal["truncated_weight", "sequence_mask", "frozen_budget", "frozen_drift"]
 
 SCHEMA_VERSION = 1
 SEQ_KL_NEEDED = 1 / math.pi  # SeqKL < sup L' in the Gaussian regime: docs/theory.md#vacuity
 SHARE = 0.8
 SMALL_SAMPLE = 30  # below it a normal approximation is rough
-_PRIMARIES = ("truncated_weight", "sequence_mask", "frozen_drift")
+_GATES = ("frozen_budget", "frozen_drift")
 _BOUNDS = (
     "classical_kl",
     "coupling",
@@ -72,20 +72,22 @@ class GateConstants:
     """Constants of the finite-sample statements; fix them before looking at the rollouts.
 
     Attributes:
-        max_kl: delta, nats: the KL above which a context closes the gate, and above which a
+        max_kl: delta, nats: the KL above which a context closes both gates, and above which a
             token masks its sequence (C2).
-        max_ratio: C >= 1: ratios count as min(rho, C).
-        shift_budget: b: the gate closes when abs of the running sum of (rho - 1) exceeds it.
-        kl_budget: k, nats: the gate closes when the running sum of kl exceeds it.
+        max_ratio: C = e^M >= 1: in both gates ratios count as min(rho, C).
+        shift_budget: b: the budget gate closes when the sum of abs(rho - 1) so far exceeds it.
+        kl_budget: k, nats: both gates close when the sum of kl so far exceeds it.
         max_abs_log_weight: K, nats: C0 counts W as min(W, 1 + K), and C2 also masks a sequence
             with abs(log W) above it.
+        drift_budget: the drift gate closes when abs of the sum of (rho - 1) so far exceeds it.
     """
 
     max_kl: float = 0.05
     max_ratio: float = 2.0
-    shift_budget: float = 1.0
+    shift_budget: float = 4.0
     kl_budget: float = 0.5
     max_abs_log_weight: float = 1.0
+    drift_budget: float = 1.0
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -156,18 +158,33 @@ class RolloutsNeeded:
     Attributes:
         truncated_weight: for C0 at finite samples.
         sequence_mask: for C2 at finite samples.
-        gate: for C3' at finite samples.
+        frozen_budget: for C3' with the budget gate at finite samples.
+        frozen_drift: for C3' with the drift gate at finite samples.
         seq_kl: for SeqKL with the normal approximation.
-        radius: of the primary certificate now, reward units.
-        halve_gate_radius: rollouts that would halve the radius of the gated surrogate.
+        halve_gate_radius: rollouts that would halve the radius of the budget gate's surrogate.
     """
 
     truncated_weight: int | None
     sequence_mask: int | None
-    gate: int | None
+    frozen_budget: int | None
+    frozen_drift: int | None
     seq_kl: int | None
-    radius: float
     halve_gate_radius: int | None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict that one finite-sample certificate would give by itself.
+
+    Attributes:
+        certificate: its name.
+        verdict: as in :class:`Certification`, with probability 1 - alpha on its own.
+        reason: one sentence, with the radius and the rollouts needed where it is NOT_CERTIFIED.
+    """
+
+    certificate: str
+    verdict: Verdict
+    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +192,7 @@ class Certification:
     """The result of :func:`certify`. Rewards in their own units, divergences in nats.
 
     Attributes:
-        verdict: from finite-sample statements only.
+        verdict: of the primary certificate, from finite-sample statements only.
         asymptotic_verdict: the same rules with the normal approximation.
         reasons: why, one sentence each; the first belongs to ``verdict``.
         held_out: True when the caller states that the rollouts were drawn after the train policy
@@ -186,7 +203,7 @@ class Certification:
         num_tokens: tokens that count.
         longest: most tokens that count in one sequence.
         horizon: largest possible length, or None when it was not declared.
-        constants: of the gate and of C2.
+        constants: of the finite-sample statements.
         constants_origin: ``fixed beforehand`` or ``chosen on a split``.
         num_split: sequences that went into choosing the constants, 0 when they were fixed.
         surrogate: L' = E[(R - a) sum (rho - 1)], normal approximation, with the mean reward as
@@ -201,6 +218,7 @@ class Certification:
         certificates: every lower limit of J(train) - J(rollout); each holds on its own with
             probability 1 - alpha. A name can occur twice, with and without ``finite_sample``.
         primary_name: which of the finite-sample ones decides the verdict.
+        judgements: what each finite-sample certificate would have said in its place.
         missing: (certificate, why it cannot be given).
         bounds: published and own error bounds, with whether each is vacuous here.
         bottleneck: where D_seq comes from; None when it is 0 or not finite.
@@ -215,7 +233,7 @@ class Certification:
         sequence_shift: float64 ``[B]``, sum of (rho - 1).
         sequence_log_weight: float64 ``[B]``, log W.
         keep: bool ``[B]``, every kl <= constants.max_kl.
-        hit: bool ``[B]``, the gate closed.
+        hit: bool ``[B]``, the budget gate closed.
         position_kl: float64 ``[T]``, mean over sequences of kl at each position; sums to D_seq.
         statistics: the tokens.
     """
@@ -241,6 +259,7 @@ class Certification:
     attainable: float
     certificates: tuple[Certificate, ...]
     primary_name: str
+    judgements: tuple[Judgement, ...]
     missing: tuple[tuple[str, str], ...]
     bounds: tuple[PublishedBound, ...]
     bottleneck: Bottleneck | None
@@ -263,6 +282,15 @@ class Certification:
     def primary(self) -> Certificate:
         """The finite-sample certificate that decides the verdict."""
         return next(c for c in self.certificates if c.name == self.primary_name and c.finite_sample)
+
+    def judgement(self, certificate: str) -> Judgement:
+        """What one finite-sample certificate says, by its name."""
+        return next(j for j in self.judgements if j.certificate == certificate)
+
+    @property
+    def joint_confidence(self) -> float:
+        """Probability with which all finite-sample lower limits hold together: 1 - m alpha."""
+        return max(0.0, 1 - self.alpha * len(self.judgements))
 
     @property
     def span(self) -> float:
@@ -291,13 +319,16 @@ def certify(
 
     Lower limits of J(train) - J(rollout), a = the lowest reward, W = prod rho:
     C0 E[(R-a)(min(W, 1 + K) - 1)]; C1 E[(R-a) log W]; C2 E[(R-a) M log W] - E[(R-a)(1-M)];
-    C3' L~ - (b-a)(D~ + P~(hit)) of the policy that a budget gate freezes;
-    SeqKL L' - (b-a) D_seq.
+    C3' L~ - (b-a)(D~ + P~(hit)) of the policy that a gate freezes: the budget gate (sum of
+    abs(rho - 1) <= b, sum of kl <= k, kl <= delta, latched), and the drift gate (abs of the sum of
+    rho - 1 instead); SeqKL L' - (b-a) D_seq.
     C0, C2 and C3' at finite samples (empirical Bernstein, Clopper-Pearson), C1, C2, C3' and SeqKL
-    with the normal approximation. The verdict looks at one finite-sample limit, ``primary``:
-    CERTIFIED if it is positive, HARMFUL if the same limit for the reward b + a - R is, VACUOUS if
-    the finite-sample lower limit of D_seq is 1 nat or more, so that SeqKL's error bound is at least
-    the span; NOT_CERTIFIED otherwise.
+    with the normal approximation. Each limit holds with probability 1 - alpha on its own, the
+    finite-sample ones together with ``joint_confidence``. The verdict looks at one of these,
+    ``primary``: CERTIFIED if it is positive, HARMFUL if the same limit for the reward b + a - R is,
+    VACUOUS if the finite-sample lower limit of D_seq is 1 nat or more, so that SeqKL's error bound
+    is at least the span; NOT_CERTIFIED otherwise. ``judgements`` has the verdict that each of the
+    others, the budget gate among them, would give.
 
     Args:
         divergence: what :func:`trm_ext.token_divergence` returned, with ``kl`` and ``log_ratio``
@@ -396,8 +427,8 @@ def certify_statistics(
         raise ValueError(f"reward_range must be finite with low < high, got [{low:g}, {high:g}]")
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha}")
-    if primary not in _PRIMARIES:
-        raise ValueError(f"primary must be one of {', '.join(_PRIMARIES)}, got {primary!r}")
+    if primary not in get_args(Primary):
+        raise ValueError(f"primary must be one of {', '.join(get_args(Primary))}, got {primary!r}")
     declared = statistics.extra.get("max_new_tokens")
     if horizon is None and isinstance(declared, int):
         horizon = declared
@@ -410,27 +441,30 @@ def certify_statistics(
     elif not (constants is None or isinstance(constants, GateConstants)):
         raise ValueError(f'constants must be GateConstants, "split" or None, got {constants!r}')
 
-    gate = _gate(batch, fixed)
-    finite = _finite(batch, gate, fixed, alpha, held_out)
-    mirrored = _finite(batch.mirrored(), gate, fixed, alpha, held_out)
-    asymptotic, missing = _asymptotic(batch, gate, fixed, alpha, held_out)
+    gates = {name: _gate(batch, fixed, name) for name in _GATES}
+    finite = _finite(batch, gates, fixed, alpha, held_out)
+    mirrored = _finite(batch.mirrored(), gates, fixed, alpha, held_out)
+    asymptotic, missing = _asymptotic(batch, gates, fixed, alpha, held_out)
     decides = finite[primary]
     surrogate = _mean_interval(batch.gain, alpha)
     seq_kl = _mean_interval(batch.sequence_kl, alpha)
     seq_kl_lower = math_.nonnegative_lower(np.nan_to_num(batch.sequence_kl, posinf=np.inf), alpha)
     attainable = batch.attainable(seq_kl.estimate)
-    needed = _rollouts_needed(batch, gate, fixed, alpha, finite, primary)
-    verdict, reason = _judge_finite(
-        batch, decides, mirrored[primary], seq_kl_lower, needed, held_out
-    )
+    needed = _rollouts_needed(batch, gates, fixed, alpha, finite)
+    judged = {
+        name: Judgement(
+            name, *_judge_finite(batch, finite[name], mirrored[name], seq_kl_lower, needed)
+        )
+        for name in finite
+    }
     asymptotic_verdict, asymptotic_reason = _judge_asymptotic(
         batch, asymptotic, seq_kl, attainable, alpha
     )
     degenerate = batch.same_policies
     return Certification(
-        verdict=verdict,
+        verdict=judged[primary].verdict,
         asymptotic_verdict=asymptotic_verdict,
-        reasons=(reason, asymptotic_reason),
+        reasons=(judged[primary].reason, asymptotic_reason),
         held_out=held_out,
         alpha=alpha,
         reward_range=(low, high),
@@ -449,6 +483,7 @@ def certify_statistics(
         attainable=attainable,
         certificates=(*finite.values(), *asymptotic.values()),
         primary_name=primary,
+        judgements=tuple(judged.values()),
         missing=missing,
         bounds=_bounds(batch, seq_kl.estimate, attainable, surrogate.estimate),
         bottleneck=_bottleneck(batch, seq_kl.estimate),
@@ -463,7 +498,7 @@ def certify_statistics(
         sequence_shift=torch.from_numpy(batch.shift),
         sequence_log_weight=torch.from_numpy(batch.log_weight),
         keep=torch.from_numpy(batch.keep(fixed.max_kl)),
-        hit=torch.from_numpy(gate.hit),
+        hit=torch.from_numpy(gates["frozen_budget"].hit),
         position_kl=torch.from_numpy(batch.position_kl),
         statistics=statistics,
     )
@@ -568,6 +603,10 @@ class _Batch:
 
     def keep(self, max_kl: float) -> NDArray[np.bool_]:
         return np.asarray(self.largest_kl <= max_kl)
+
+    def terms(self, alpha: float, held_out: bool) -> dict[str, Any]:
+        """What every certificate takes."""
+        return {"alpha": alpha, "reward_range": (self.low, self.high), "held_out": held_out}
 
     def mirrored(self) -> _Batch:
         """The same rollouts with the reward a + b - R: a gain there is a loss here."""
@@ -703,16 +742,17 @@ def _batch(statistics: TokenStatistics, low: float, high: float, horizon: int | 
     )
 
 
-def _gate(batch: _Batch, constants: GateConstants) -> GateStatistics:
+def _gate(batch: _Batch, constants: GateConstants, name: str) -> GateStatistics:
     from theory import certify as math_
 
+    budget = name == "frozen_budget"
     return math_.gate(
         np.where(np.isnan(batch.ratio), -np.inf, batch.ratio),  # no evidence: the worst ratio
         batch.kl,
         batch.mask,
         max_kl=constants.max_kl,
-        mode="drift",
-        shift_budget=constants.shift_budget,
+        mode="budget" if budget else "drift",
+        shift_budget=constants.shift_budget if budget else constants.drift_budget,
         kl_budget=constants.kl_budget,
         ratio_cap=constants.max_ratio,
         horizon=batch.horizon,
@@ -720,16 +760,16 @@ def _gate(batch: _Batch, constants: GateConstants) -> GateStatistics:
 
 
 def _finite(
-    batch: _Batch, gate: GateStatistics, constants: GateConstants, alpha: float, held_out: bool
+    batch: _Batch,
+    gates: dict[str, GateStatistics],
+    constants: GateConstants,
+    alpha: float,
+    held_out: bool,
 ) -> dict[str, Certificate]:
     """The finite-sample lower limits, by name."""
     from theory import certify as math_
 
-    shared: dict[str, Any] = {
-        "alpha": alpha,
-        "reward_range": (batch.low, batch.high),
-        "held_out": held_out,
-    }
+    shared = batch.terms(alpha, held_out)
     k = constants.max_abs_log_weight
     made = (
         math_.truncated_weight_certificate(
@@ -742,22 +782,22 @@ def _finite(
             max_abs_log_weight=k,
             **shared,
         ),
-        math_.frozen_certificate(batch.reward, gate, **shared),
+        *(math_.frozen_certificate(batch.reward, gate, **shared) for gate in gates.values()),
     )
     return {c.name: c for c in made}
 
 
 def _asymptotic(
-    batch: _Batch, gate: GateStatistics, constants: GateConstants, alpha: float, held_out: bool
+    batch: _Batch,
+    gates: dict[str, GateStatistics],
+    constants: GateConstants,
+    alpha: float,
+    held_out: bool,
 ) -> tuple[dict[str, Certificate], tuple[tuple[str, str], ...]]:
     """The lower limits by normal approximation, by name, and those that cannot be given."""
     from theory import certify as math_
 
-    shared: dict[str, Any] = {
-        "alpha": alpha,
-        "reward_range": (batch.low, batch.high),
-        "held_out": held_out,
-    }
+    shared = batch.terms(alpha, held_out)
     made, missing = [], []
     unscored = int((np.isnan(batch.kl) | np.isnan(batch.ratio)).any(1).sum())
     why = ""
@@ -786,7 +826,10 @@ def _asymptotic(
         made.append(math_.sequence_mask_certificate(batch.reward, batch.log_weight, keep, **shared))
     else:
         missing.append(("sequence_mask", f"no sequence has every KL <= {constants.max_kl:g}"))
-    made.append(math_.frozen_certificate(batch.reward, gate, asymptotic=True, **shared))
+    made += [
+        math_.frozen_certificate(batch.reward, gate, asymptotic=True, **shared)
+        for gate in gates.values()
+    ]
     return {c.name: c for c in made}, tuple(missing)
 
 
@@ -804,12 +847,17 @@ def _estimate(certificate: Certificate) -> float:
     return parts["estimate"] if "estimate" in parts else parts["surrogate"]
 
 
+def radius(certificate: Certificate) -> float:
+    """Confidence radius of a certificate's estimate, reward units."""
+    parts = certificate.parts
+    return parts["radius"] if "radius" in parts else parts["surrogate_radius"]
+
+
 def _allowance(certificate: Certificate, span: float) -> float:
     """What the estimate of a certificate must exceed: its radius and error terms."""
     parts = certificate.parts
-    if "radius" in parts:
-        return parts["radius"]
-    return parts["surrogate_radius"] + span * (parts["error_bound"] + parts["hit_bound"])
+    error = parts.get("error_bound", 0.0) + parts.get("hit_bound", 0.0)
+    return radius(certificate) + span * error
 
 
 def _mean_interval(values: Array, alpha: float) -> Interval:
@@ -828,7 +876,6 @@ def _judge_finite(
     mirrored: Certificate,
     seq_kl_lower: Interval,
     needed: RolloutsNeeded,
-    held_out: bool,
 ) -> tuple[Verdict, str]:
     confidence = f"with probability {1 - seq_kl_lower.alpha:g}"
     if batch.same_policies:
@@ -859,7 +906,7 @@ def _judge_finite(
             "policy was trained on: certify on fresh rollouts (held_out)"
         )
     estimate = _estimate(decides)
-    more = needed.gate if decides.name == "frozen_drift" else getattr(needed, decides.name)
+    more = getattr(needed, decides.name)
     if estimate <= 0:
         outlook = "the estimate itself is not positive"
     elif more is None:
@@ -870,9 +917,12 @@ def _judge_finite(
         )
     else:
         outlook = f"about {more} rollouts would do if mean and variance stay"
+    parts = decides.parts
+    spent = f"estimate {estimate:.3g}, radius {radius(decides):.3g}"
+    if "hit_bound" in parts:
+        spent += f", error {parts['error_bound']:.3g}, closed gate {parts['hit_bound']:.3g}"
     return Verdict.NOT_CERTIFIED, (
-        f"the lower limit is {decides.lower_bound:.3g} ({decides.name}: estimate {estimate:.3g}, "
-        f"radius {needed.radius:.3g}); {outlook}"
+        f"the lower limit is {decides.lower_bound:.3g} ({decides.name}: {spent}); {outlook}"
     )
 
 
@@ -907,11 +957,10 @@ def _judge_asymptotic(
 
 def _rollouts_needed(
     batch: _Batch,
-    gate: GateStatistics,
+    gates: dict[str, GateStatistics],
     constants: GateConstants,
     alpha: float,
     finite: dict[str, Certificate],
-    primary: str,
 ) -> RolloutsNeeded:
     from scipy.stats import norm
 
@@ -932,14 +981,13 @@ def _rollouts_needed(
     if np.isfinite(x).all() and x.mean() > 0:
         z = float(norm.ppf(1 - alpha))
         by_seq_kl = max(2, math.ceil((z * x.std(ddof=1) / x.mean()) ** 2))
-    half = finite["frozen_drift"].parts.get("rollouts_to_halve_radius")
-    parts = finite[primary].parts
+    half = finite["frozen_budget"].parts.get("rollouts_to_halve_radius")
     return RolloutsNeeded(
         truncated_weight=count(r * np.expm1(np.minimum(known, math.log1p(k))), 1 + k),
         sequence_mask=count(math_.mask_statistic(r, known, keep), k + max(k, 1.0)),
-        gate=_gate_rollouts(r, gate, batch.span, alpha),
+        frozen_budget=_gate_rollouts(r, gates["frozen_budget"], batch.span, alpha),
+        frozen_drift=_gate_rollouts(r, gates["frozen_drift"], batch.span, alpha),
         seq_kl=by_seq_kl,
-        radius=parts["surrogate_radius" if primary == "frozen_drift" else "radius"],
         halve_gate_radius=None if half is None else int(half),
     )
 
@@ -992,22 +1040,32 @@ def _split(batch: _Batch, alpha: float) -> tuple[GateConstants, _Batch, int]:
         return float(x.mean()) - math_.bernstein_radius(float(x.var(ddof=1)), span, n, alpha)
 
     cap = max((0.05, 0.1, 0.2, 0.5, 1.0, 2.0), key=weight_limit)
-    drift = np.abs(np.cumsum(np.nan_to_num(np.expm1(np.minimum(chosen.ratio, 1.0))), axis=1))
-    seen = (
-        np.nan_to_num(chosen.largest_kl, nan=0.0, posinf=0.0),
-        np.where(chosen.mask, drift, 0.0).max(1),
-        np.nan_to_num(chosen.sequence_kl, nan=0.0, posinf=0.0),
+    step = np.where(chosen.mask, np.nan_to_num(np.expm1(np.minimum(chosen.ratio, 1.0))), 0.0)
+
+    def quantiles(values: Array) -> list[float]:
+        finite = np.nan_to_num(values, nan=0.0, posinf=0.0)
+        return [1.25 * float(x) for x in np.quantile(finite, (0.5, 0.75, 0.9, 1.0))]
+
+    def gate_limit(constants: GateConstants, name: str) -> float:
+        return _expected_gate_limit(r, _gate(chosen, constants, name), chosen.span, alpha, n)
+
+    # delta, C, b and k for the budget gate; then the drift gate's budget with the same others.
+    limits = zip(quantiles(chosen.largest_kl), quantiles(chosen.sequence_kl), strict=True)
+    budget = max(
+        (
+            GateConstants(delta, ratio, b, k, cap)
+            for delta, k in limits
+            for ratio in (1.25, 2.0, 4.0)
+            for b in quantiles(np.abs(step).sum(1))
+        ),
+        key=lambda constants: gate_limit(constants, "frozen_budget"),
     )
-    candidates = []
-    for level in (0.5, 0.75, 0.9, 1.0):
-        limits = [1.25 * float(np.quantile(values, level)) for values in seen]
-        for ratio in (1.25, 2.0, 4.0):
-            candidates.append(GateConstants(limits[0], ratio, limits[1], limits[2], cap))
-
-    def gate_limit(constants: GateConstants) -> float:
-        return _expected_gate_limit(r, _gate(chosen, constants), chosen.span, alpha, n)
-
-    return max(candidates, key=gate_limit), rest, len(r)
+    drifts = quantiles(np.abs(np.cumsum(step, axis=1)).max(1))
+    both = max(
+        (replace(budget, drift_budget=b) for b in drifts),
+        key=lambda constants: gate_limit(constants, "frozen_drift"),
+    )
+    return both, rest, len(r)
 
 
 def _bounds(

@@ -367,9 +367,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     certify.add_argument(
         "--primary",
-        choices=("truncated_weight", "sequence_mask", "frozen_drift"),
+        choices=("truncated_weight", "sequence_mask", "frozen_budget", "frozen_drift"),
         default="truncated_weight",
-        help="the certificate that decides (default: %(default)s)",
+        help="the certificate that decides: C0, C2, or C3' with the budget gate or with the drift "
+        "gate (default: %(default)s); choose it before looking at the rollouts",
     )
     certify.add_argument(
         "--split",
@@ -377,10 +378,11 @@ def _parser() -> argparse.ArgumentParser:
         help="choose the constants on every fourth rollout and certify on the others",
     )
     for option, meaning in (
-        ("max-kl", "nats: a token above it closes the gate and masks its sequence"),
-        ("max-ratio", "the gate counts ratios as min(rho, this)"),
-        ("shift-budget", "the gate closes when |sum (rho - 1)| exceeds it"),
-        ("kl-budget", "nats: the gate closes when the sum of KL exceeds it"),
+        ("max-kl", "nats: a token above it closes both gates and masks its sequence"),
+        ("max-ratio", "the gates count ratios as min(rho, this)"),
+        ("shift-budget", "the budget gate closes when sum |rho - 1| exceeds it"),
+        ("drift-budget", "the drift gate closes when |sum (rho - 1)| exceeds it"),
+        ("kl-budget", "nats: both gates close when the sum of KL exceeds it"),
         ("max-abs-log-weight", "W counts as at most 1 + this; C2 masks |log W| above it"),
     ):
         certify.add_argument(f"--{option}", type=float, metavar="X", help=meaning)

@@ -19,7 +19,10 @@ FALSE_ALARM = 1e-6
 
 def test_finite_sample_certificates_cover_on_every_case():
     """60 batches; a certificate that holds with 95 % misses more than 15 with probability 3e-8."""
-    for c in coverage.coverage(batches=60, rollouts=300):
+    found = coverage.coverage(batches=60, rollouts=300)
+    names = {c.certificate for c in found if c.finite_sample}
+    assert len(names) == 7 and {"frozen_budget", "frozen_budget (row maximum)"} < names
+    for c in found:
         if c.finite_sample:
             least = binom.ppf(FALSE_ALARM, c.batches, c.confidence)
             assert c.covered >= least, c
@@ -35,7 +38,7 @@ def test_95_percent_certificates_cover_95_percent_of_1000_batches():
     """
     found = coverage.coverage(batches=1000, rollouts=1000)
     finite = [c for c in found if c.finite_sample]
-    assert len(finite) == 6 * len(coverage.CASES)
+    assert len(finite) == 7 * len(coverage.CASES)
     for c in finite:
         assert c.at_least >= c.confidence == 0.95, c
     for c in found:

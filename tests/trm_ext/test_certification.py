@@ -8,22 +8,24 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binom
 
 import trm_ext
 from theory import certify as theory_certify
 from theory.bounds import paper, sharp
 from theory.mdp.product import BernoulliProduct
 from trm_ext import GateConstants, SequenceLayout, TokenDivergence, Verdict, certify
-from trm_ext.certification import as_dict, certify_file
+from trm_ext.certification import Primary, as_dict, certify_file, radius
 from trm_ext.io import PairMetadata, PolicyRecord, RolloutPairWriter
 from trm_ext.token_statistics import TokenStatistics, write_statistics
 
 NAN, INF = math.nan, math.inf
+FINITE: tuple[Primary, ...] = get_args(Primary)
 
 
 def coins(
@@ -93,7 +95,7 @@ def limits(result: trm_ext.Certification) -> dict[tuple[str, bool], float]:
 
 
 def test_every_number_of_a_ragged_batch() -> None:
-    constants = GateConstants(0.1, 1.5, 0.4, 0.2, 0.7)
+    constants = GateConstants(0.1, 1.5, 0.9, 0.2, 0.7, 0.4)
     batch = noisy(n=200)
     made = certify(**batch, constants=constants, horizon=7, reward_range=(-1.0, 1.0))
     by_hand = sums(batch)
@@ -106,17 +108,21 @@ def test_every_number_of_a_ragged_batch() -> None:
     ratio, kl, mask = (np.zeros((200, width)) for _ in range(3))
     for b, (row_r, row_k) in enumerate(zip(by_hand["ratio"], by_hand["kl"], strict=True)):
         ratio[b, : len(row_r)], kl[b, : len(row_k)], mask[b, : len(row_k)] = row_r, row_k, 1
-    gate = theory_certify.gate(
-        ratio,
-        kl,
-        mask.astype(bool),
-        max_kl=0.1,
-        mode="drift",
-        shift_budget=0.4,
-        kl_budget=0.2,
-        ratio_cap=1.5,
-        horizon=7,
+    budget, drift = (
+        theory_certify.gate(
+            ratio,
+            kl,
+            mask.astype(bool),
+            max_kl=0.1,
+            mode=mode,
+            shift_budget=b,
+            kl_budget=0.2,
+            ratio_cap=1.5,
+            horizon=7,
+        )
+        for mode, b in (("budget", 0.9), ("drift", 0.4))
     )
+    assert 0 < drift.hit.sum() < 200 and (budget.shift != drift.shift).any()
     log_weight, shift, total = (by_hand[name] for name in ("log_weight", "shift", "total"))
     baseline = float(r.mean())
     expected = {
@@ -126,10 +132,13 @@ def test_every_number_of_a_ragged_batch() -> None:
         ("sequence_mask", True): theory_certify.sequence_mask_certificate(
             reward, log_weight, kept, max_abs_log_weight=0.7, **shared
         ),
-        ("frozen_drift", True): theory_certify.frozen_certificate(reward, gate, **shared),
-        ("frozen_drift", False): theory_certify.frozen_certificate(
-            reward, gate, asymptotic=True, **shared
-        ),
+        **{
+            (f"frozen_{gate.mode}", not asymptotic): theory_certify.frozen_certificate(
+                reward, gate, asymptotic=asymptotic, **shared
+            )
+            for gate in (budget, drift)
+            for asymptotic in (False, True)
+        },
         ("sequence_mask", False): theory_certify.sequence_mask_certificate(
             reward, log_weight, kept, **shared
         ),
@@ -151,7 +160,7 @@ def test_every_number_of_a_ragged_batch() -> None:
     assert made.sequence_max_kl.tolist() == by_hand["largest"]
     assert made.sequence_tokens.tolist() == [len(k) for k in by_hand["kl"]]
     assert made.keep.tolist() == kept.tolist() and made.accepted == kept.mean()
-    assert made.hit.tolist() == gate.hit.tolist()
+    assert made.hit.tolist() == budget.hit.tolist()
     positions = np.zeros(7)
     for where, values in zip(by_hand["position"], by_hand["kl"], strict=True):
         for t, value in zip(where, values, strict=True):
@@ -242,31 +251,87 @@ def test_the_same_data_are_never_certified() -> None:
 
 def test_each_certificate_can_decide() -> None:
     found, reward, layout, _ = coins(60_000, 5, 0.5, 0.55)
-    for name in ("truncated_weight", "sequence_mask", "frozen_drift"):
-        made = certify(found, reward, layout, held_out=True, primary=name)  # type: ignore[arg-type]
+    for name in FINITE:
+        made = certify(found, reward, layout, held_out=True, primary=name)
         assert made.verdict is Verdict.CERTIFIED, name
         assert made.primary.name == name and name in made.reasons[0]
     with pytest.raises(ValueError, match=r"primary must be one of truncated_weight, .* got 'x'"):
         certify(found, reward, layout, primary="x")  # type: ignore[arg-type]
 
 
+def test_every_certificate_is_judged_as_if_it_decided() -> None:
+    batches = (
+        (*coins(12_000, 5, 0.5, 0.57)[:3], True),
+        (*coins(2000, 5, 0.5, 0.57)[:3], True),
+        (*coins(12_000, 5, 0.5, 0.57)[:3], False),
+        (*coins(4, 8, 0.1, 0.9, seed=3)[:3], True),
+    )
+    seen = set()
+    for found, reward, layout, held_out in batches:
+        for rewards in (reward, 1 - reward):
+            first = certify(found, rewards, layout, held_out=held_out)
+            assert tuple(j.certificate for j in first.judgements) == FINITE
+            assert first.joint_confidence == pytest.approx(0.8)
+            seen.update((j.certificate, j.verdict) for j in first.judgements)
+            for name in FINITE if rewards is reward else ():
+                made = certify(found, rewards, layout, held_out=held_out, primary=name)
+                judged = first.judgement(name)
+                assert (made.verdict, made.reasons[0]) == (judged.verdict, judged.reason)
+    assert seen == {(name, verdict) for name in FINITE for verdict in Verdict}
+
+
+def engine_pair(mean_kl: float) -> dict[str, Any]:
+    """Eight rollouts of 64 tokens between engines whose logits differ by noise, at a mean KL."""
+    rng = torch.Generator().manual_seed(11)
+    x = 2 * torch.randn(8, 64, 100, generator=rng, dtype=torch.float64)
+    noise = torch.randn(x.shape, generator=rng, dtype=torch.float64)
+    tokens = torch.multinomial(x.softmax(-1).reshape(512, -1), 1, generator=rng).reshape(8, 64)
+    scale = 1e-3
+    for _ in range(8):  # the KL grows with the square of the noise
+        found = trm_ext.token_divergence(
+            x, x + scale * noise, tokens=tokens, outputs=trm_ext.outputs.OUTPUTS
+        )
+        assert found.kl is not None
+        scale *= math.sqrt(mean_kl / float(found.kl.mean()))
+    assert float(found.kl.mean()) == pytest.approx(mean_kl, rel=1e-3)
+    return {
+        "divergence": found,
+        "rewards": torch.rand(8, generator=rng, dtype=torch.float64),
+        "layout": SequenceLayout.from_mask(torch.ones(8, 64, dtype=torch.bool)),
+        "held_out": True,
+        "horizon": 64,
+    }
+
+
+@pytest.mark.parametrize("constants", [None, "split"])
+def test_an_engine_that_rounds_is_no_obstacle_and_one_that_quantises_is_vacuous(
+    constants: Any,
+) -> None:
+    """As CTranslate2 float32 and int8 against torch, whatever certificate decides."""
+    rounding = certify(**engine_pair(1e-11), constants=constants)
+    assert rounding.min_certifiable_gain < 1e-6
+    assert {j.verdict for j in rounding.judgements} == {Verdict.NOT_CERTIFIED}
+    quantised = certify(**engine_pair(5e-2), constants=constants)
+    assert {j.verdict for j in quantised.judgements} == {Verdict.VACUOUS}
+
+
 def test_the_smallest_certifiable_gain_is_what_the_estimate_must_exceed() -> None:
     for n in (10, 4000):  # with ten rollouts every limit is cut to the range
         found, reward, layout, _ = coins(n, 5, 0.5, 0.6)
-        for name in ("truncated_weight", "sequence_mask", "frozen_drift"):
-            made = certify(found, reward, layout, held_out=True, primary=name)  # type: ignore[arg-type]
+        for name in FINITE:
+            made = certify(found, reward, layout, held_out=True, primary=name)
             parts = made.primary.parts
             estimate = parts.get("estimate", parts.get("surrogate", NAN))
             least = made.min_certifiable_gain_finite
             assert (made.primary.lower_bound > 0) == (estimate > least)
             assert made.primary.lower_bound == pytest.approx(max(estimate - least, -1), abs=1e-12)
-            assert made.rollouts_needed.radius <= least
+            assert radius(made.primary) <= least
     assert made.min_certifiable_gain_finite > 0
     few = certify(*coins(10, 5, 0.5, 0.6)[:3], held_out=True)
     variance = np.var(few.rewards.numpy() * (np.exp(few.sequence_log_weight.numpy()) - 1), ddof=1)
     log_term = math.log(2 / 0.05)
-    radius = math.sqrt(2 * variance * log_term / 10) + 7 * 2 * log_term / (3 * 9)
-    assert few.min_certifiable_gain_finite == pytest.approx(radius, rel=1e-9)
+    width = math.sqrt(2 * variance * log_term / 10) + 7 * 2 * log_term / (3 * 9)
+    assert few.min_certifiable_gain_finite == pytest.approx(width, rel=1e-9)
 
 
 def test_a_reward_range_moves_and_scales_everything() -> None:
@@ -356,21 +421,24 @@ def test_rollouts_needed_are_the_fewest() -> None:
     assert f"about {few} rollouts if the estimate, within two standard errors" in noise.reasons[0]
     x = reward.numpy() * (np.minimum(np.exp(made.sequence_log_weight.numpy()), 2.0) - 1)
 
-    def radius(count: int) -> float:
+    def width(count: int) -> float:
         return theory_certify.bernstein_radius(x.var(ddof=1), 2.0, count, 0.05)
 
-    assert radius(n) <= x.mean() < radius(n - 1)
+    assert width(n) <= x.mean() < width(n - 1)
     enough = certify(*coins(3 * n, 5, 0.5, 0.57, seed=1)[:3], held_out=True)
     assert enough.verdict is Verdict.CERTIFIED
-    gate = enough.rollouts_needed.gate
-    assert gate is not None and gate > n
-    assert (
-        certify(*coins(3 * gate, 5, 0.5, 0.57, seed=2)[:3], held_out=True, primary="frozen_drift")
-    ).verdict is Verdict.CERTIFIED
+    budget, drift = enough.rollouts_needed.frozen_budget, enough.rollouts_needed.frozen_drift
+    assert budget is not None and drift is not None and budget > drift > n
+    beside = enough.judgement("frozen_budget")
+    assert beside.verdict is Verdict.NOT_CERTIFIED and f"about {budget} rollouts" in beside.reason
+    for name, count in (("frozen_budget", budget), ("frozen_drift", drift)):
+        more = certify(*coins(3 * count, 5, 0.5, 0.57, seed=2)[:3], held_out=True)
+        assert more.judgement(name).verdict is Verdict.CERTIFIED
     mask = enough.rollouts_needed.sequence_mask
     assert mask is not None and mask >= enough.rollouts_needed.truncated_weight
     hopeless = certify(found, 1 - reward, layout, held_out=True).rollouts_needed
-    assert (hopeless.truncated_weight, hopeless.gate, hopeless.seq_kl) == (None, None, None)
+    assert (hopeless.truncated_weight, hopeless.seq_kl) == (None, None)
+    assert (hopeless.frozen_budget, hopeless.frozen_drift) == (None, None)
 
 
 def test_a_split_chooses_on_every_fourth_and_certifies_on_the_others() -> None:
@@ -398,8 +466,49 @@ def test_a_split_chooses_on_every_fourth_and_certifies_on_the_others() -> None:
     )
     assert again.constants == made.constants
     assert made.bottleneck is not None and set(made.bottleneck.sequences) <= set(rest)
+    # each gate's budget is a quantile of its own sums on the split, a quarter above
+    spent, drifted = [], []
+    split = [x for b, x in enumerate(sums(batch)["ratio"]) if b % 4 == 0]
+    for steps in ([math.expm1(v) for v in x] for x in split):
+        spent.append(sum(map(abs, steps)))
+        drifted.append(max(abs(sum(steps[: t + 1])) for t in range(len(steps))))
+    levels = (0.5, 0.75, 0.9, 1.0)
+    for chosen, values in (
+        (made.constants.shift_budget, spent),
+        (made.constants.drift_budget, drifted),
+    ):
+        assert any(chosen == pytest.approx(1.25 * x) for x in np.quantile(values, levels))
     with pytest.raises(ValueError, match='constants="split" needs at least 5 sequences, got 4'):
         certify(**noisy(n=4), constants="split")
+
+
+def check_coverage(batches: int, rollouts: int, constants: Any) -> None:
+    """Limits that hold with probability 0.95 hold less often with a probability of 1e-6."""
+    covered, together = dict.fromkeys(FINITE, 0), 0
+    for seed in range(batches):
+        found, reward, layout, gain = coins(rollouts, 5, 0.5, 0.57, seed=seed)
+        made = certify(found, reward, layout, held_out=True, constants=constants)
+        below = {c.name: c.lower_bound <= gain for c in made.certificates if c.finite_sample}
+        for name in FINITE:
+            covered[name] += below[name]
+        together += all(below.values())
+    for name, count in covered.items():
+        assert count >= binom.ppf(1e-6, batches, 0.95), name
+    assert together >= binom.ppf(1e-6, batches, made.joint_confidence)
+    if batches >= 1000:
+        for name, count in covered.items():
+            assert theory_certify.clopper_pearson(count, batches, 0.05).lower >= 0.95, name
+
+
+@pytest.mark.parametrize("constants", [None, "split"])
+def test_limits_hold_as_often_as_they_say(constants: Any) -> None:
+    check_coverage(30, 400, constants)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constants", [None, "split"])
+def test_limits_hold_in_1000_batches(constants: Any) -> None:
+    check_coverage(1000, 400, constants)
 
 
 def test_missing_evidence_counts_as_the_worst_case() -> None:
@@ -416,7 +525,7 @@ def test_missing_evidence_counts_as_the_worst_case() -> None:
     # rho = 0 in the place of the NaN ratio gives the same finite-sample limits
     ratio[5, 0] = -INF
     worst = certify(**{**batch, "divergence": batch["divergence"]._replace(kl=kl, log_ratio=ratio)})
-    for name in ("truncated_weight", "sequence_mask", "frozen_drift"):
+    for name in FINITE:
         assert limits(worst)[name, True] == limits(made)[name, True]
     clean = certify(**batch)
     assert limits(made)["truncated_weight", True] <= limits(clean)["truncated_weight", True]
@@ -455,7 +564,8 @@ def test_nothing_kept_cannot_be_certified_by_a_mask() -> None:
     assert made.accepted == 0 and made.hit.all()
     assert ("sequence_mask", "no sequence has every KL <= 0") in made.missing
     assert made.verdict is Verdict.NOT_CERTIFIED
-    assert limits(made)["frozen_drift", True] == -1  # the span: nothing is known
+    for name in ("frozen_budget", "frozen_drift"):
+        assert limits(made)[name, True] == -1  # the span: nothing is known
 
 
 def test_the_same_policy_on_both_sides_is_no_update() -> None:
@@ -524,6 +634,7 @@ def test_bad_input_is_one_sentence(case: str) -> None:
         ({"max_kl": -1.0}, "max_kl must be a finite number >= 0, got -1.0"),
         ({"max_ratio": 0.5}, "max_ratio must be a finite number >= 1, got 0.5"),
         ({"kl_budget": NAN}, "kl_budget must be a finite number >= 0, got nan"),
+        ({"drift_budget": INF}, "drift_budget must be a finite number >= 0, got inf"),
         ({"max_abs_log_weight": 0.0}, "max_abs_log_weight must be a finite number > 0, got 0.0"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,7 +119,21 @@ def test_certify_table_through_a_process(rewarded: Path, tmp_path: Path) -> None
     assert result.bottleneck is not None
     for sentence in (*result.bottleneck.sentences, *result.notes):
         assert sentence in out
-    assert f"{result.rollouts_needed.truncated_weight} for C0" in out
+    needed = result.rollouts_needed
+    for title, count in (
+        ("C0 truncated weight", needed.truncated_weight),
+        ("C3' budget gate", needed.frozen_budget),
+        ("C3' drift gate", needed.frozen_drift),
+    ):
+        (row,) = [x for x in out.splitlines() if x.startswith(title) and "finite sample" in x]
+        assert re.search(rf" {count if count else 'no number'} +NOT_CERTIFIED ", row)
+    budget = next(c for c in result.certificates if c.name == "frozen_budget")
+    assert out.splitlines()[2] == (
+        f"C3' budget gate alone: NOT_CERTIFIED; radius {budget.parts['surrogate_radius']:.3g}, "
+        f"rollouts needed: {needed.frozen_budget or 'no number'}"
+    )
+    assert "0.95 on its own; the 4 finite-sample ones together 0.8" in out
+    assert "constants fixed beforehand: max KL 0.05, max ratio 2, shift budget 4, drift bud" in out
     # what was written certifies again, without logits
     assert sorted(os.listdir(tmp_path / "out")) == ["certificate.json", "statistics.safetensors"]
     document = json.loads((tmp_path / "out" / "certificate.json").read_text())
@@ -129,8 +144,8 @@ def test_certify_table_through_a_process(rewarded: Path, tmp_path: Path) -> None
 
 def test_certify_takes_its_options(rewarded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["certify", str(rewarded), "--format", "json", "--reward-range", "-1", "2"]
-    arguments += ["--alpha", "0.1", "--horizon", "9", "--primary", "frozen_drift"]
-    constants = GateConstants(0.5, 3.0, 2.0, 1.5, 0.25)
+    arguments += ["--alpha", "0.1", "--horizon", "9", "--primary", "frozen_budget"]
+    constants = GateConstants(0.5, 3.0, 2.0, 1.5, 0.25, 0.75)
     for name in GateConstants.__dataclass_fields__:
         arguments += [f"--{name.replace('_', '-')}", str(getattr(constants, name))]
     assert cli.main(arguments) == cli.OK
@@ -140,7 +155,7 @@ def test_certify_takes_its_options(rewarded: Path, capsys: pytest.CaptureFixture
         reward_range=(-1.0, 2.0),
         alpha=0.1,
         horizon=9,
-        primary="frozen_drift",
+        primary="frozen_budget",
         constants=constants,
     )
     assert found == as_certificate(expected)

@@ -328,7 +328,7 @@ def check_coverage(monkeypatch, batches, rollouts):
     monkeypatch.setitem(coverage.CASES, "kernels", kernel_case)
     found = coverage.coverage(batches=batches, rollouts=rollouts, cases=("kernels",))
     finite = [c for c in found if c.finite_sample]
-    assert len({c.certificate for c in finite}) == len(finite) == 6
+    assert len({c.certificate for c in finite}) == len(finite) == 7
     for c in finite:
         # A certificate that holds with probability 0.95 covers fewer with probability FALSE_ALARM.
         least = binom.ppf(FALSE_ALARM, batches, 0.95)

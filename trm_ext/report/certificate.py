@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from trm_ext.certification import Certification
+from trm_ext.certification import Certification, radius
 from trm_ext.report.table import number, print_table
+
+if TYPE_CHECKING:
+    from theory.certify import Certificate
 
 TITLES = {
     "truncated_weight": "C0 truncated weight",
     "log": "C1 log weight",
     "sequence_mask": "C2 sequence mask",
-    "frozen_drift": "C3' budget gate",
+    "frozen_budget": "C3' budget gate",
+    "frozen_drift": "C3' drift gate",
     "seq_kl": "SeqKL",
 }
 
@@ -25,10 +29,11 @@ def print_certification(result: Certification, stream: TextIO) -> None:
     """
     stream.write(f"{result.verdict}: {result.reasons[0]}\n")
     stream.write(f"{result.asymptotic_verdict} by {result.reasons[1]}\n")
+    stream.write(gate_sentence(result) + "\n")
     stream.write(
         f"{result.label}; {result.num_sequences} rollouts, {result.num_tokens} tokens, longest "
         f"{result.longest}; reward in [{result.reward_range[0]:g}, {result.reward_range[1]:g}]; "
-        f"one-sided limits at {1 - result.alpha:g}\n\n"
+        f"{levels(result)}\n\n"
     )
     _print_quantities(result, stream)
     stream.write("\n")
@@ -38,6 +43,57 @@ def print_certification(result: Certification, stream: TextIO) -> None:
         _print_bounds(result, stream)
     stream.write("\n")
     _print_prose(result, stream)
+
+
+def gate_sentence(result: Certification) -> str:
+    """The budget gate's verdict, or what it stands on where it decides."""
+    found = result.judgement("frozen_budget")
+    budget = next(c for c in result.certificates if c.name == found.certificate and c.finite_sample)
+    decides = "decides" if result.primary_name == found.certificate else f"alone: {found.verdict}"
+    return (
+        f"{TITLES[found.certificate]} {decides}; radius {number(radius(budget))}, rollouts needed: "
+        f"{count(result.rollouts_needed.frozen_budget)}"
+    )
+
+
+def levels(result: Certification) -> str:
+    """With which probability the limits hold, in words."""
+    return (
+        f"each limit one-sided, {1 - result.alpha:g} on its own; the {len(result.judgements)} "
+        f"finite-sample ones together {result.joint_confidence:g}"
+    )
+
+
+def certificate_row(result: Certification, certificate: Certificate) -> list[str]:
+    """Title, kind, limit, radius, rollouts needed, the verdict it would give, and its label."""
+    name, finite = certificate.name, certificate.finite_sample
+    needed = getattr(result.rollouts_needed, name, None)
+    return [
+        TITLES[name],
+        "finite sample" if finite else "asymptotic",
+        number(certificate.lower_bound),
+        number(radius(certificate)),
+        count(needed) if finite or name == "seq_kl" else "",
+        str(result.judgement(name).verdict) if finite else "",
+        ("decides; " if finite and name == result.primary_name else "") + certificate.label,
+    ]
+
+
+def constants_sentence(result: Certification) -> str:
+    """The constants, and where they come from."""
+    c, split = result.constants, result.num_split
+    return (
+        f"constants {result.constants_origin}"
+        + (f" of {split} rollouts, the limits are from the others" if split else "")
+        + f": max KL {c.max_kl:.3g}, max ratio {c.max_ratio:.3g}, shift budget "
+        f"{c.shift_budget:.3g}, drift budget {c.drift_budget:.3g}, KL budget {c.kl_budget:.3g}, "
+        f"|log W| {c.max_abs_log_weight:.3g}"
+    )
+
+
+def count(value: int | None) -> str:
+    """A number of rollouts, or that none is enough."""
+    return "no number" if value is None else str(value)
 
 
 def _print_quantities(result: Certification, stream: TextIO) -> None:
@@ -54,21 +110,12 @@ def _print_quantities(result: Certification, stream: TextIO) -> None:
 
 
 def _print_certificates(result: Certification, stream: TextIO) -> None:
-    rows = []
-    for c in result.certificates:
-        decides = c.name == result.primary_name and c.finite_sample
-        rows.append(
-            [
-                TITLES[c.name],
-                "finite sample" if c.finite_sample else "asymptotic",
-                number(c.lower_bound),
-                number(c.parts.get("radius", c.parts.get("surrogate_radius", 0.0))),
-                ("decides; " if decides else "") + c.label,
-            ]
-        )
-    rows += [[TITLES[name], "", "-", "-", f"missing: {why}"] for name, why in result.missing]
-    header = ["J(train) - J(rollout) >=", "kind", "limit", "radius", "note"]
-    print_table(header, rows, stream, left=[header[0], "kind", "note"])
+    rows = [certificate_row(result, c) for c in result.certificates]
+    rows += [
+        [TITLES[name], "", "-", "-", "", "", f"missing: {why}"] for name, why in result.missing
+    ]
+    header = ["J(train) - J(rollout) >=", "kind", "limit", "radius", "needs", "verdict", "note"]
+    print_table(header, rows, stream, left=[header[0], "kind", "verdict", "note"])
 
 
 def _print_bounds(result: Certification, stream: TextIO) -> None:
@@ -91,28 +138,17 @@ def _print_bounds(result: Certification, stream: TextIO) -> None:
 
 
 def _print_prose(result: Certification, stream: TextIO) -> None:
-    c, needed = result.constants, result.rollouts_needed
     lines = [
         f"smallest certifiable gain: {number(result.min_certifiable_gain)} by SeqKL (upper limit "
         f"of D_seq, asymptotic); {number(result.min_certifiable_gain_finite)} for the deciding "
         f"limit at {result.num_sequences} rollouts",
         f"largest attainable L': {number(result.attainable)}",
-        f"rollouts needed: {_count(needed.truncated_weight)} for C0, "
-        f"{_count(needed.sequence_mask)} for C2, {_count(needed.gate)} for C3', "
-        f"{_count(needed.seq_kl)} for SeqKL (asymptotic); half the gate's radius: "
-        f"{_count(needed.halve_gate_radius)}",
-        f"constants {result.constants_origin}"
-        + (f" of {result.num_split} rollouts" if result.num_split else "")
-        + f": max KL {c.max_kl:.3g}, max ratio {c.max_ratio:.3g}, shift budget "
-        f"{c.shift_budget:.3g}, KL budget {c.kl_budget:.3g}, |log W| {c.max_abs_log_weight:.3g}; "
-        f"{result.accepted:.0%} of the rollouts stay below max KL",
+        "rollouts to halve the budget gate's radius: "
+        + count(result.rollouts_needed.halve_gate_radius),
+        f"{constants_sentence(result)}; {result.accepted:.0%} of the rollouts stay below max KL",
     ]
     if result.bottleneck is not None:
         lines += result.bottleneck.sentences
     stream.write("\n".join(lines) + "\n")
     for note in result.notes:
         stream.write(f"note: {note}\n")
-
-
-def _count(value: int | None) -> str:
-    return "no number" if value is None else str(value)

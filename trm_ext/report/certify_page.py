@@ -9,7 +9,14 @@ import numpy as np
 
 from trm_ext.certification import Certification, PublishedBound
 from trm_ext.report import charts, sections
-from trm_ext.report.certificate import TITLES
+from trm_ext.report.certificate import (
+    TITLES,
+    certificate_row,
+    constants_sentence,
+    count,
+    gate_sentence,
+    levels,
+)
 from trm_ext.report.charts import number
 from trm_ext.report.page import (
     Html,
@@ -55,6 +62,7 @@ def certify_page(result: Certification, *, text: TokenText | None = None, comman
         f"Certificate of {name}",
         element("p", _verdict(str(result.verdict)), ": ", result.reasons[0], style="lead"),
         paragraph(_verdict(str(result.asymptotic_verdict)), " by ", result.reasons[1]),
+        paragraph(gate_sentence(result)),
         notes(result.notes),
         _summary(result),
         sections.engines(
@@ -92,7 +100,8 @@ def _summary(result: Certification) -> Html:
             ("tokens that count", f"{result.num_tokens:,}"),
             ("longest", f"{result.longest:,}"),
             ("declared reward range", f"[{low:g}, {high:g}]"),
-            ("each limit holds with probability", f"{1 - result.alpha:g}"),
+            ("each limit holds on its own with probability", f"{1 - result.alpha:g}"),
+            ("all finite-sample limits together", f"{result.joint_confidence:g}"),
             ("smallest gain SeqKL can certify", _plain(result.min_certifiable_gain)),
             (
                 "smallest gain these rollouts could certify",
@@ -128,45 +137,31 @@ def _quantities(result: Certification) -> Html:
 def _certificates(result: Certification) -> Html:
     rows: list[list[object]] = []
     for c in result.certificates:
-        decides = c.name == result.primary_name and c.finite_sample
-        certified = c.lower_bound > 0
-        rows.append(
-            [
-                TITLES[c.name],
-                "finite sample" if c.finite_sample else "asymptotic",
-                element("span", number(c.lower_bound), style="good" if certified else ""),
-                number(c.parts.get("radius", c.parts.get("surrogate_radius", math.nan))),
-                ("decides; " if decides else "") + c.label,
-            ]
-        )
-    rows += [[TITLES[name], "missing", "–", "–", why] for name, why in result.missing]
-    needed, fixed = result.rollouts_needed, result.constants
+        row: list[object] = [*certificate_row(result, c)]
+        row[2] = element("span", number(c.lower_bound), style="good" if c.lower_bound > 0 else "")
+        rows.append(row)
+    rows += [[TITLES[name], "missing", "–", "–", "", "", why] for name, why in result.missing]
     return section(
         "Certificates",
         table(
-            ["certificate", "kind", "J(train) - J(rollout) ≥", "radius", "note"],
+            [
+                "certificate",
+                "kind",
+                "J(train) - J(rollout) ≥",
+                "radius",
+                "rollouts needed",
+                "verdict",
+                "note",
+            ],
             rows,
-            left=["certificate", "kind", "note"],
-            caption="An improvement is certified where a limit is positive. Each row holds on its "
-            "own; only the deciding one was chosen beforehand.",
+            left=["certificate", "kind", "verdict", "note"],
+            caption="An improvement is certified where a limit is positive. Levels: "
+            f"{levels(result)}. Only the deciding one was chosen beforehand.",
         ),
         facts(
-            [
-                ("rollouts needed, C0", _count(needed.truncated_weight)),
-                ("rollouts needed, C3'", _count(needed.gate)),
-                ("rollouts needed, SeqKL", _count(needed.seq_kl)),
-                ("to halve the gate's radius", _count(needed.halve_gate_radius)),
-            ]
+            [("to halve the budget gate's radius", count(result.rollouts_needed.halve_gate_radius))]
         ),
-        element(
-            "p",
-            f"Constants {result.constants_origin}"
-            + (f" of {result.num_split} rollouts" if result.num_split else "")
-            + f": max KL {fixed.max_kl:.3g}, max ratio {fixed.max_ratio:.3g}, shift budget "
-            f"{fixed.shift_budget:.3g}, KL budget {fixed.kl_budget:.3g}, |log W| "
-            f"{fixed.max_abs_log_weight:.3g}.",
-            style="caption",
-        ),
+        element("p", constants_sentence(result), style="caption"),
     )
 
 
@@ -227,7 +222,3 @@ def _bottleneck(result: Certification) -> Html:
 
 def _plain(value: float) -> str:
     return number(value) if math.isfinite(value) else "–"
-
-
-def _count(value: int | None) -> str:
-    return "no number is enough" if value is None else f"{value:,}"

@@ -64,13 +64,22 @@ def test_every_number_of_the_certificate(tmp_path: Path) -> None:
     for row, c in zip(rows, result.certificates, strict=False):
         radius = c.parts.get("radius", c.parts.get("surrogate_radius"))
         decides = c.name == result.primary_name and c.finite_sample
-        assert row == [
+        assert row[:4] + row[6:] == [
             TITLES[c.name],
             "finite sample" if c.finite_sample else "asymptotic",
             number(c.lower_bound),
             number(radius),
             ("decides; " if decides else "") + c.label,
         ]
+        needed = getattr(result.rollouts_needed, c.name, None)
+        if c.finite_sample:
+            verdict = str(result.judgement(c.name).verdict)
+            assert row[4:6] == ["no number" if needed is None else str(needed), verdict]
+        else:
+            assert row[5] == "" and (row[4] != "") == (c.name == "seq_kl")
+    assert "C3' budget gate alone: NOT_CERTIFIED; radius" in document.text
+    decided = certified(tmp_path / "pair", held_out=True, primary="frozen_budget")
+    assert "C3' budget gate decides; radius" in certify_page(decided).replace("&#x27;", "'")
     bounds = document.table("bound", "source")
     for row, b in zip(bounds, result.bounds, strict=True):
         assert row[:3] == [b.name, "published" if b.published else "ours", number(b.value)]
@@ -122,7 +131,7 @@ def test_every_file_has_a_certificate_page(tmp_path: Path, edit: Any) -> None:
     result = certified(make(tmp_path / "pair", sequences=sequences, edit=edit), held_out=True)
     document = Document(certify_page(result))
     missing = [row for row in document.table("certificate") if row[1] == "missing"]
-    assert [row[4] for row in missing] == [why for _, why in result.missing]
+    assert [row[6] for row in missing] == [why for _, why in result.missing]
     if edit is hurt:
         assert missing and "tokens with a KL that is not finite" in document.text
     if edit is same:
