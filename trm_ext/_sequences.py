@@ -94,14 +94,33 @@ def counts(layout: SequenceLayout) -> Tensor:
     return reduce_tokens(torch.zeros_like(layout.position, dtype=torch.float32), layout).tokens
 
 
+def by_position(layout: SequenceLayout) -> Tensor:
+    """int64 ``[N]``: the order of the flattened tokens by sequence, then by position."""
+    ids, position = layout.sequence_id.reshape(-1), layout.position.reshape(-1)
+    order = torch.argsort(position, stable=True)
+    return order[torch.argsort(ids[order], stable=True)]
+
+
+def in_order(layout: SequenceLayout) -> tuple[SequenceLayout, Tensor | None]:
+    """The layout with each sequence's tokens side by side by position, and the order that does it.
+
+    The order is None where they are so already: all layouts but those of segments.
+    """
+    if layout.order is None:
+        return layout, None
+    order = by_position(layout)
+    ids, position, mask = (
+        x.reshape(-1)[order] for x in (layout.sequence_id, layout.position, layout.token_mask)
+    )
+    return SequenceLayout(ids, position, mask, layout.offsets), order
+
+
 def tokens_after(layout: SequenceLayout) -> Tensor:
     """int64, shaped like the tokens: number of counted tokens that follow in the same sequence.
 
     A piece of a sequence sees only what is in the layout.
     """
-    ids, position = layout.sequence_id.reshape(-1), layout.position.reshape(-1)
-    by_position = torch.argsort(position, stable=True)
-    order = by_position[torch.argsort(ids[by_position], stable=True)]
+    ids, order = layout.sequence_id.reshape(-1), by_position(layout)
     passed = layout.token_mask.reshape(-1)[order].cumsum(0)
     through = counts(layout).cumsum(0)
     remaining = torch.zeros_like(passed)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trm_ext import _sequences
 from trm_ext.audit import json_number, policy_dict
 from trm_ext.divergence import TokenDivergence
 from trm_ext.io import PolicyRecord
@@ -649,9 +650,7 @@ def _pack(
     divergence: TokenDivergence, rewards: torch.Tensor, layout: SequenceLayout
 ) -> TokenStatistics:
     """Put tokens of any layout one sequence after another."""
-    ids, where = layout.sequence_id.reshape(-1), layout.position.reshape(-1)
-    order = torch.argsort(where, stable=True)
-    order = order[torch.argsort(ids[order], stable=True)].cpu()
+    order = _sequences.by_position(layout).cpu()
     packed = {
         name: value.detach().cpu().reshape(-1)[order]
         for name, value in divergence._asdict().items()

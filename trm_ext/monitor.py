@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from trm_ext import _sequences
+from trm_ext._budget_gate import budget_gate
+from trm_ext.certification import GateConstants
 from trm_ext.divergence import TokenDivergence
 from trm_ext.layout import SequenceLayout
 from trm_ext.masks import SequenceVerdict, _evidence, as_floats
@@ -26,21 +29,29 @@ if TYPE_CHECKING:
 __all__ = ["Monitor"]
 
 # Columns of the ring, one row per group of rollouts.
-_STEP, _KEEP, _KL, _GAIN, _WEIGHT = range(5)
+_STEP, _KEEP, _KL, _GAIN, _WEIGHT, _GATE_GAIN, _GATE_KL, _GATE_HIT = range(8)
+_COLUMNS = 8
 
 
 class Monitor(torch.nn.Module):
     """Rolling statistics of the last ``window`` rollouts and of the newest step.
 
     Each rollout leaves, with a the lowest reward and W its sequence weight ``Π rho_t``:
-    whether it was kept, its total KL, ``(R - a) Σ (rho_t - 1)`` and ``(R - a)(min(W, C) - 1)``.
-    From their means follow D_seq, the surrogate gain L', and two lower limits of
+    whether it was kept, its total KL, ``(R - a) Σ (rho_t - 1)``, ``(R - a)(min(W, 1 + K) - 1)``,
+    and of the budget gate ``(R - a) Σ gate_t (min(rho_t, C) - 1)``, ``Σ gate_t kl_t`` and whether
+    it closed. From their means follow D_seq, the surrogate gain L', and three lower limits of
     J(train) - J(rollout):
 
     * SeqKL, ``L' - (b - a) D_seq``, over the window, asymptotic (Student's t);
-    * C0, ``E[(R - a)(min(W, C) - 1)]``, over the newest step, at finite samples (empirical
-      Bernstein). Rollouts of one step are independent given the policies; those of several steps
-      are not, as each update depends on the steps before.
+    * C0, ``E[(R - a)(min(W, 1 + K) - 1)]``, over the newest step, at finite samples (empirical
+      Bernstein);
+    * C3', ``L~ - (b - a)(D~ + P~(hit))`` of the policy that the budget gate freezes, over the
+      newest step, at finite samples (empirical Bernstein for L~ and D~, Chernoff for the hits,
+      alpha/3 each).
+
+    Each limit holds with probability 1 - alpha on its own. Rollouts of one step are independent
+    given the policies; those of several steps are not, as each update depends on the steps before.
+    The gate is applied to the whole sequence: a layout of pieces sees only its pieces.
 
     Over a window of several steps the policies change, and the mean is that of the steps.
     A rollout without counted tokens does not enter.
@@ -49,7 +60,8 @@ class Monitor(torch.nn.Module):
         window: rollouts (groups, where ``group_size`` is above 1) that are remembered.
         reward_range: [a, b], declared and not read off the data.
         alpha: failure probability of each one-sided limit.
-        max_weight: C > 1, fixed beforehand.
+        constants: of the gate and of C0, fixed beforehand: delta, C, b, k and K, as
+            :class:`trm_ext.certify` takes them. ``drift_budget`` is not used.
         held_out: state that rollouts are drawn after the train policy was fixed: the update is
             called before the step trains on them. Without it nothing is a guarantee.
         group_size: rollouts ``i group_size ... (i + 1) group_size - 1`` of a batch share a prompt;
@@ -59,7 +71,7 @@ class Monitor(torch.nn.Module):
         ValueError: a number out of range.
 
     Source:
-        docs/theory.md#seqkl, docs/theory.md#weight-certificate.
+        docs/theory.md#seqkl, docs/theory.md#weight-certificate, docs/theory.md#frozen-policy.
 
     >>> layout = SequenceLayout.from_lengths([2, 1])
     >>> kl, ratio = torch.tensor([0.01, 0.03, 0.02]), torch.tensor([0.1, -0.1, 0.2])
@@ -81,7 +93,7 @@ class Monitor(torch.nn.Module):
         window: int = 4096,
         reward_range: tuple[float, float] = (0.0, 1.0),
         alpha: float = 0.05,
-        max_weight: float = 2.0,
+        constants: GateConstants | None = None,
         held_out: bool = False,
         group_size: int = 1,
     ) -> None:
@@ -95,15 +107,14 @@ class Monitor(torch.nn.Module):
             )
         if not 0 < alpha < 1:
             raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha}")
-        if not 1 < max_weight < math.inf:
-            raise ValueError(f"max_weight must be a finite number > 1, got {max_weight}")
         for name, value, least in (("window", window, 2), ("group_size", group_size, 1)):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         self.window, self.reward_range, self.alpha = window, (low, high), float(alpha)
-        self.max_weight, self.held_out = float(max_weight), held_out
+        self.constants = GateConstants() if constants is None else constants
+        self.held_out = held_out
         self.group_size = group_size
-        empty = torch.zeros(window, 5, dtype=torch.float64)
+        empty = torch.zeros(window, _COLUMNS, dtype=torch.float64)
         self.register_buffer("rows", empty)  # step 0: nothing there yet
         self.register_buffer("cursor", torch.zeros((), dtype=torch.int64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
@@ -154,7 +165,7 @@ class Monitor(torch.nn.Module):
         exact = _sequences.reduce_tokens(kl, layout)
         unknown = torch.full((batch,), math.nan, dtype=torch.float64, device=kl.device)
         keep = unknown if verdict is None else verdict.keep.double()
-        gain = weight = unknown
+        gain = weight = gate_gain = gate_kl = gate_hit = unknown
         if ratio is not None and rewards is not None:
             low, high = self.reward_range
             reward = rewards.detach().double()
@@ -164,9 +175,14 @@ class Monitor(torch.nn.Module):
             # No evidence: the worst weight, 0.
             worst = torch.where(torch.isnan(log_weight), -math.inf, log_weight)
             gain = reward * shift
-            weight = reward * torch.expm1(worst.clamp(max=math.log(self.max_weight)))
+            cap = math.log1p(self.constants.max_abs_log_weight)
+            weight = reward * torch.expm1(worst.clamp(max=cap))
+            gated = budget_gate(kl, ratio, layout, self.constants)
+            gate_gain, gate_kl, gate_hit = reward * gated.shift, gated.kl, gated.hit.double()
         counts = exact.tokens > 0
-        columns = torch.stack([keep, exact.total, gain, weight], dim=1)
+        columns = torch.stack(
+            [keep, exact.total, gain, weight, gate_gain, gate_kl, gate_hit], dim=1
+        )
         rows, some = self._grouped(columns, counts)
         step = torch.where(some, (self.steps + 1).double(), 0.0)
         rows = torch.cat([step[:, None], torch.where(some[:, None], rows, 0.0)], dim=1)
@@ -190,12 +206,15 @@ class Monitor(torch.nn.Module):
                                                 window; asymptotic (Student's t)
         ``trm/step/rollouts``                   of the newest step
         ``trm/step/certificate_weight``         lower limit from C0; finite samples, newest step
+        ``trm/step/certificate_budget_gate``    lower limit from C3' with the budget gate; likewise
+        ``trm/step/gate_closed``                share of rollouts on which the gate closed
         ======================================  ================================================
 
         A number that nothing supports (no verdict, no reward, fewer than two rollouts, a reward
         outside the range) is NaN, and so is SeqKL where a KL or log-ratio is NaN. In C0 a NaN
-        log-ratio counts as its worst case, W = 0. A KL of +inf makes D_seq infinite. No limit
-        is below a - b: a gain cannot be.
+        log-ratio counts as its worst case, W = 0, in C3' as rho = 0, and there a KL that is NaN or
+        +inf closes the gate. A KL of +inf makes D_seq infinite. No limit is below a - b: a gain
+        cannot be.
 
         Args:
             sync: True returns Python floats, which waits for the device once.
@@ -204,7 +223,7 @@ class Monitor(torch.nn.Module):
             A dict of 0-d float64 tensors, or of floats.
         """
         span = self.reward_range[1] - self.reward_range[0]
-        step, keep, kl, gain, weight = self.rows.unbind(1)
+        step, keep, kl, gain, weight, gate_gain, gate_kl, gate_hit = self.rows.unbind(1)
         there = step > 0
         number = there.sum()
         missing = there & torch.isnan(kl)
@@ -222,16 +241,21 @@ class Monitor(torch.nn.Module):
             "trm/window/surrogate": mean_gain,
             "trm/window/certificate_seq_kl": lower.clamp(min=-span),
             "trm/step/rollouts": newest.sum().double(),
-            "trm/step/certificate_weight": self._bernstein(weight, newest),
+            "trm/step/certificate_weight": self._weight_limit(weight, newest),
+            "trm/step/certificate_budget_gate": self._gate_limit(
+                gate_gain, gate_kl, gate_hit, newest
+            ),
+            "trm/step/gate_closed": _mean(gate_hit, newest)[0],
         }
         return as_floats(found) if sync else found
 
     def certificates(self) -> tuple[Certificate, ...]:
-        """The two lower limits with their labels; waits for the device.
+        """The three lower limits with their labels; waits for the device.
 
         Returns:
-            C0 of the newest step and SeqKL of the window, as :class:`theory.certify.Certificate`.
-            Each is left out where :meth:`metrics` has NaN.
+            C0 and C3' of the newest step and SeqKL of the window, as
+            :class:`theory.certify.Certificate`; the terms and radii are in ``parts``. Each is left
+            out where :meth:`metrics` has NaN.
         """
         from theory import certify
 
@@ -241,37 +265,80 @@ class Monitor(torch.nn.Module):
         span = high - low
         newest = rows[rows[:, _STEP] == float(self.steps)]
         made = []
-        for name, values, finite, anchor in (
-            ("truncated_weight", newest[:, _WEIGHT], True, "weight-certificate"),
-            ("seq_kl", rows[:, _GAIN] - span * rows[:, _KL], False, "seqkl"),
-        ):
-            if len(values) < 2 or np.isnan(values).any():
-                continue
-            if finite:
-                top = (self.max_weight - 1) * span
-                interval = certify.empirical_bernstein(values, -span, top, self.alpha)
-            elif np.isinf(values).any():
-                interval = certify.Interval(-math.inf, -math.inf, math.inf, self.alpha, "", False)
-            else:
-                interval = certify.clt(values, self.alpha)
+
+        def add(
+            name: str, lower: float, finite: bool, anchor: str, values: Any, **parts: float
+        ) -> None:
             label = "guarantee" if finite else "asymptotic"
             if not self.held_out:
                 label = "not a guarantee: the rollouts are the batch that the policy is trained on"
             made.append(
                 certify.Certificate(
                     name=name,
-                    lower_bound=max(interval.lower, -span),
+                    lower_bound=max(lower, -span),
                     confidence=1 - self.alpha,
                     finite_sample=finite,
                     rigorous=self.held_out,
                     label=label,
                     source=f"ours, docs/theory.md#{anchor}",
-                    parts={
-                        "estimate": interval.estimate,
-                        "radius": interval.radius,
-                        "rollouts": float(len(values)),
-                    },
+                    parts={**parts, "rollouts": float(len(values))},
                 )
+            )
+
+        def supported(values: Any) -> bool:
+            return len(values) >= 2 and not np.isnan(values).any()
+
+        weight = newest[:, _WEIGHT]
+        if supported(weight):
+            top = self.constants.max_abs_log_weight * span
+            found = certify.empirical_bernstein(weight, -span, top, self.alpha)
+            add(
+                "truncated_weight",
+                found.lower,
+                True,
+                "weight-certificate",
+                weight,
+                estimate=found.estimate,
+                radius=found.radius,
+            )
+        gain = newest[:, _GATE_GAIN]
+        if supported(gain):
+            c, part = self.constants, self.alpha / 3
+            low, high = -(c.shift_budget + 1) * span, (c.shift_budget + c.max_ratio - 1) * span
+            found = certify.empirical_bernstein(gain, low, high, part)
+            limit = c.kl_budget + c.max_kl
+            divergence = certify.empirical_bernstein(newest[:, _GATE_KL], 0.0, limit, part)
+            closed = float(newest[:, _GATE_HIT].mean())
+            hit = certify.binary_kl_inverse(closed, math.log(1 / part) / len(gain))
+            worst = certify.binary_kl_inverse(hit, divergence.upper)
+            add(
+                "frozen_budget",
+                found.lower - span * (divergence.upper + worst),
+                True,
+                "frozen-policy",
+                gain,
+                surrogate=found.estimate,
+                surrogate_radius=found.radius,
+                seq_kl=divergence.estimate,
+                seq_kl_radius=divergence.radius,
+                error_bound=divergence.upper,
+                hit_rate=closed,
+                hit_bound=worst,
+            )
+        difference = rows[:, _GAIN] - span * rows[:, _KL]
+        if supported(difference):
+            if np.isinf(difference).any():
+                found = certify.Interval(-math.inf, -math.inf, math.inf, self.alpha, "", False)
+            else:
+                found = certify.clt(difference, self.alpha)
+            add(
+                "seq_kl",
+                found.lower,
+                False,
+                "seqkl",
+                difference,
+                estimate=found.estimate,
+                radius=found.radius,
             )
         return tuple(made)
 
@@ -281,7 +348,7 @@ class Monitor(torch.nn.Module):
             "window": self.window,
             "reward_range": list(self.reward_range),
             "alpha": self.alpha,
-            "max_weight": self.max_weight,
+            "constants": asdict(self.constants),
             "held_out": self.held_out,
             "group_size": self.group_size,
         }
@@ -297,15 +364,25 @@ class Monitor(torch.nn.Module):
         total = total.reshape(groups, self.group_size, -1).sum(1)
         return total / number[:, None], number > 0
 
-    def _bernstein(self, values: Tensor, where: Tensor) -> Tensor:
-        """Lower limit of a mean by the empirical Bernstein inequality."""
+    def _weight_limit(self, weight: Tensor, where: Tensor) -> Tensor:
+        """C0 on the device."""
         span = self.reward_range[1] - self.reward_range[0]
-        number = where.sum().double()
-        mean, deviation = _mean(values, where)
-        log_term = math.log(2 / self.alpha)
-        width = self.max_weight * span
-        radius = deviation * math.sqrt(2 * log_term) + 7 * width * log_term / (3 * (number - 1))
-        return torch.where(number >= 2, (mean - radius).clamp(min=-span), math.nan)
+        width = (1 + self.constants.max_abs_log_weight) * span
+        mean, radius = _bernstein(weight, where, width, self.alpha)
+        return torch.where(where.sum() >= 2, (mean - radius).clamp(min=-span), math.nan)
+
+    def _gate_limit(self, gain: Tensor, kl: Tensor, hit: Tensor, where: Tensor) -> Tensor:
+        """C3' on the device."""
+        span, c, part = self.reward_range[1] - self.reward_range[0], self.constants, self.alpha / 3
+        number = where.sum()
+        mean, radius = _bernstein(gain, where, (2 * c.shift_budget + c.max_ratio) * span, part)
+        lower = (mean - radius).clamp(min=-(c.shift_budget + 1) * span)
+        limit = c.kl_budget + c.max_kl
+        used, noise = _bernstein(kl, where, limit, part)
+        error = (used + noise).clamp(max=limit)
+        closed = _binary_kl_inverse(_mean(hit, where)[0], math.log(1 / part) / number.double())
+        lower = lower - span * (error + _binary_kl_inverse(closed, error))
+        return torch.where(number >= 2, lower.clamp(min=-span), math.nan)
 
     def _student(self, values: Tensor, where: Tensor, side: int) -> tuple[Tensor, Tensor]:
         """Mean, and its one-sided limit from Student's t; an infinite mean is its own limit."""
@@ -316,6 +393,33 @@ class Monitor(torch.nn.Module):
         quantile = self.quantiles.gather(0, index.reshape(1)).squeeze(0)
         limit = torch.where(torch.isinf(mean), mean, mean + side * quantile * deviation)
         return mean, torch.where(number >= 2, limit, math.nan)
+
+
+def _bernstein(values: Tensor, where: Tensor, width: float, alpha: float) -> tuple[Tensor, Tensor]:
+    """Mean, and its radius by the empirical Bernstein inequality for a range of that width."""
+    mean, deviation = _mean(values, where)
+    log_term = math.log(2 / alpha)
+    rest = 7 * width * log_term / (3 * (where.sum().double() - 1))
+    return mean, deviation * math.sqrt(2 * log_term) + rest
+
+
+def _binary_kl_inverse(p: Tensor, kl: Tensor) -> Tensor:
+    """``theory.certify.binary_kl_inverse`` of 0-d tensors, on their device, and never below it.
+
+    Newton's method on a convex function that starts above its root stays above it; the start is
+    where the smaller part of the function, -h(p) - (1 - p) log(1 - b), reaches kl.
+
+    >>> x = torch.tensor(0.01).double()
+    >>> round(float(_binary_kl_inverse(x, x)), 4)
+    0.0311
+    """
+    entropy = -torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)
+    b = -torch.expm1(-(kl + entropy) / (1 - p))
+    for _ in range(30):
+        excess = -entropy - torch.xlogy(p, b) - (1 - p) * torch.log1p(-b) - kl
+        step = excess * b * (1 - b) / (b - p)
+        b = torch.where(step > 0, b - step, b)
+    return torch.where(p < 1, torch.maximum(b, p), 1.0)
 
 
 def _mean(values: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
