@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``trm audit`` of a large file: time against reading it plus the kernel, and peak memory.
 
-The three are measured one after another in each round: a plain sequential read of the whole file,
-the kernel over as many rows from memory, and the audit. Peak memory is that of the command in a
-process of its own, beside the same command on a file of a few rows.
+The three are measured one after another in each round: a plain sequential read of the whole file
+into a buffer that stays in cache, the kernel with the audit's outputs over as many rows from
+memory, and the audit. Peak memory is that of the command in a process of its own, beside the same
+command on a file of a few rows.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ import torch
 
 import trm_ext as trm
 from benchmarks import record
-from trm_ext.audit import audit_file
+from trm_ext.audit import AUDIT_OUTPUTS, audit_file
 from trm_ext.io import RolloutPairReader, RolloutPairWriter, default_chunk_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_TIME = 1.3  # of read + kernel
 LENGTH = 512  # tokens of a sequence
-_BUFFER = 16 << 20
+_BUFFER = 1 << 20  # larger ones leave the cache, and the read is slower
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the file (default: 4)")
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cold", action="store_true", help="drop the file's cache before reading")
     parser.add_argument("--folder", type=Path, help="where to make the file (default: temporary)")
     parser.add_argument("--out", type=Path, help="also write the result as JSON")
@@ -70,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     record.table(["", "seconds", "GB/s"], table, sys.stdout)
     verdict = "met" if ratio <= MOST_TIME else "MISSED"
     print(
-        f"\naudit / (read + kernel) {ratio:.2f} (of {', '.join(f'{r:.2f}' for r in ratios)}), "
-        f"wanted <= {MOST_TIME}: {verdict}"
+        f"\naudit / (read + kernel) {ratio:.2f} (median of {len(ratios)} rounds, "
+        f"{min(ratios):.2f} to {max(ratios):.2f}), wanted <= {MOST_TIME}: {verdict}"
     )
     print(
         f"peak memory of the command {peaks['large'] / 2**20:.0f} MiB, on a file of 2 tokens "
@@ -135,7 +136,7 @@ def measure(path: Path, rounds: int, cold: bool) -> record.Measured:
                 x[:count],
                 y[:count],
                 tokens=tokens[done : done + count],
-                outputs=("kl", "logp_rollout", "log_ratio"),
+                outputs=AUDIT_OUTPUTS,
             )
             done, i = done + count, i + 1
 

@@ -25,6 +25,7 @@ from trm_ext.masks import Reason, max_kl_verdict
 from trm_ext.token_statistics import TokenStatistics, read_statistics
 
 SCHEMA_VERSION = 1
+AUDIT_OUTPUTS = ("kl", "logp_rollout", "log_ratio")  # what an audit asks of the logits
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,7 @@ def audit_file(
         ValueError: ``max_kl`` is negative or NaN.
     """
     _check_threshold(max_kl)
-    outputs = ("kl", "logp_rollout", "log_ratio")
-    statistics = read_statistics(path, outputs, chunk_rows=chunk_rows, progress=progress)
+    statistics = read_statistics(path, AUDIT_OUTPUTS, chunk_rows=chunk_rows, progress=progress)
     return audit_statistics(statistics, max_kl)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import platform
 import shutil
@@ -23,7 +24,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 FORMAT_VERSION = 1
 
@@ -213,27 +213,32 @@ class RolloutPairReader:
             raise RolloutPairError(f"rows {start}:{stop} are outside [0, {self.num_tokens}]")
         return self._rows("rollout_logits", start, stop), self._rows("train_logits", start, stop)
 
-    def chunks(
-        self, chunk_rows: int, *, reuse_memory: bool = False
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(self, chunk_rows: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Iterate over all rows in order, at most ``chunk_rows`` at a time.
+
+        A chunk is the file's own pages, mapped and not copied, and unmapped when its tensors are
+        gone; writing to it changes the chunk, never the file. A file that is cut, overwritten
+        or unreadable while a chunk is in use can end the process (SIGBUS), as any mapped file can:
+        replace it by renaming, as :class:`RolloutPairWriter` does. :meth:`rows` copies.
 
         Args:
             chunk_rows: rows in memory at a time, >= 1.
-            reuse_memory: True reads every chunk into the memory of the one before, which is faster
-                than fresh memory by as much as the reading takes; a chunk is then valid until the
-                next one only.
 
         Returns:
             Iterator over (index of the first row, rollout logits, train logits).
+
+        Raises:
+            RolloutPairError: ``chunk_rows`` is below 1, or the file was cut before the end of the
+                next chunk.
         """
         if chunk_rows < 1:
             raise RolloutPairError(f"chunk_rows must be at least 1, got {chunk_rows}")
-        memory: dict[str, NDArray[np.uint8]] | None = {} if reuse_memory else None
         for start in range(0, self.num_tokens, chunk_rows):
             stop = min(start + chunk_rows, self.num_tokens)
             rollout, train = (
-                self._rows(name, start, stop, memory)[:, : self.vocab_size]
+                _map_tensor(
+                    self.path, self._file, self._data_start, name, self._part(name, start, stop)
+                )[:, : self.vocab_size]
                 for name in ("rollout_logits", "train_logits")
             )
             yield start, rollout, train
@@ -243,26 +248,22 @@ class RolloutPairReader:
         if name not in self._tensors:
             raise RolloutPairError(f"{self.path}: no tensor {name}")
         entry = self._tensors[name]
-        return self._read(name, entry.begin, entry.end, entry.shape)
+        return _read_tensor(self.path, self._file, self._data_start, name, entry)
 
-    def _rows(
-        self, name: str, start: int, stop: int, memory: dict[str, NDArray[np.uint8]] | None = None
-    ) -> torch.Tensor:
-        """Some rows of the logits, in new memory or in what ``memory`` holds for this name."""
+    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        part = self._part(name, start, stop)
+        return _read_tensor(self.path, self._file, self._data_start, name, part)
+
+    def _part(self, name: str, start: int, stop: int) -> _TensorEntry:
+        """Where some rows of the logits are."""
         entry = self._tensors[name]
         width = self.num_columns * _DTYPES[entry.code].itemsize
-        begin, end = entry.begin + start * width, entry.begin + stop * width
-        part = _TensorEntry(entry.code, (stop - start, self.num_columns), begin, end)
-        into = None
-        if memory is not None:
-            if name not in memory:
-                memory[name] = np.empty(end - begin, dtype=np.uint8)
-            into = memory[name][: end - begin]
-        return _read_tensor(self.path, self._file, self._data_start, name, part, into)
-
-    def _read(self, name: str, begin: int, end: int, shape: tuple[int, ...]) -> torch.Tensor:
-        part = _TensorEntry(self._tensors[name].code, shape, begin, end)
-        return _read_tensor(self.path, self._file, self._data_start, name, part)
+        return _TensorEntry(
+            entry.code,
+            (stop - start, self.num_columns),
+            entry.begin + start * width,
+            entry.begin + stop * width,
+        )
 
     def _optional(self, name: str) -> torch.Tensor | None:
         return self.tensor(name) if name in self._tensors else None
@@ -687,23 +688,36 @@ def _open(path: Path) -> BufferedReader:
 
 
 def _read_tensor(
-    path: Path,
-    file: BufferedReader,
-    data_start: int,
-    name: str,
-    entry: _TensorEntry,
-    into: NDArray[np.uint8] | None = None,
+    path: Path, file: BufferedReader, data_start: int, name: str, entry: _TensorEntry
 ) -> torch.Tensor:
-    """Read one tensor, or the part of it that ``entry`` describes, into new or given memory."""
+    """Read one tensor, or the part of it that ``entry`` describes."""
     if entry.code not in _DTYPES:
         raise RolloutPairError(f"{path}: {name} has dtype {entry.code}, which is not supported")
     if entry.begin == entry.end:
         return torch.empty(entry.shape, dtype=_DTYPES[entry.code])
-    raw = np.empty(entry.end - entry.begin, dtype=np.uint8) if into is None else into
+    raw = np.empty(entry.end - entry.begin, dtype=np.uint8)
     file.seek(data_start + entry.begin)
     if file.readinto(raw.data) != len(raw):
         raise RolloutPairError(f"{path}: the file ended while {name} was being read")
     return torch.from_numpy(raw).view(_DTYPES[entry.code]).reshape(entry.shape)
+
+
+def _map_tensor(
+    path: Path, file: BufferedReader, data_start: int, name: str, entry: _TensorEntry
+) -> torch.Tensor:
+    """As :func:`_read_tensor`, on the pages of the file where their alignment allows it."""
+    dtype = _DTYPES[entry.code]
+    offset = data_start + entry.begin
+    if entry.begin == entry.end or offset % dtype.itemsize:
+        return _read_tensor(path, file, data_start, name, entry)
+    descriptor, skip = file.fileno(), offset % mmap.ALLOCATIONGRANULARITY
+    length = skip + entry.end - entry.begin
+    try:
+        pages = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=offset - skip)
+    except ValueError:
+        raise RolloutPairError(f"{path}: the file ended while {name} was being read") from None
+    raw = np.frombuffer(pages, dtype=np.uint8, offset=skip)
+    return torch.from_numpy(raw).view(dtype).reshape(entry.shape)
 
 
 def _read_header(

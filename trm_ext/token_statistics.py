@@ -101,7 +101,7 @@ def read_statistics(
             counted = torch.ones(pair.num_tokens, dtype=torch.bool)
         step = io.default_chunk_rows(pair.num_columns) if chunk_rows is None else chunk_rows
         parts: list[TokenDivergence] = []
-        for start, rollout, train in pair.chunks(step, reuse_memory=True):
+        for start, rollout, train in pair.chunks(step):
             span = slice(start, start + len(rollout))
             parts.append(
                 token_divergence(

@@ -16,8 +16,16 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
-from trm_ext.audit import Audit, as_dict, audit_file, write_results
-from trm_ext.io import PairMetadata, PolicyRecord, RolloutPairError, RolloutPairWriter
+from trm_ext.audit import AUDIT_OUTPUTS, Audit, as_dict, audit_file, write_results
+from trm_ext.divergence import token_divergence
+from trm_ext.io import (
+    PairMetadata,
+    PolicyRecord,
+    RolloutPairError,
+    RolloutPairReader,
+    RolloutPairWriter,
+)
+from trm_ext.token_statistics import read_statistics
 
 LENGTHS = (5, 1, 0, 9)
 V = 37
@@ -241,6 +249,34 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     audit_file(tmp_path / "pair", 0.02, chunk_rows=4, progress=lambda *now: seen.append(now))
     assert seen == [(4, 15), (8, 15), (12, 15), (15, 15)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_chunks_give_the_bits_of_one_call_on_a_copy(tmp_path: Path, dtype: torch.dtype) -> None:
+    make(tmp_path / "pair", dtype=dtype, holes=True)
+    with RolloutPairReader(tmp_path / "pair") as pair:
+        direct = token_divergence(
+            *pair.rows(0, pair.num_tokens),
+            tokens=pair.tokens,
+            token_mask=pair.token_mask,
+            outputs=AUDIT_OUTPUTS,
+        )
+    for chunk_rows in (None, 1, 4):
+        found = read_statistics(tmp_path / "pair", AUDIT_OUTPUTS, chunk_rows=chunk_rows).divergence
+        for name in AUDIT_OUTPUTS:
+            assert torch.equal(getattr(found, name), getattr(direct, name)), (name, chunk_rows)
+
+
+def test_a_file_that_is_cut_during_the_audit(tmp_path: Path) -> None:
+    make(tmp_path / "pair")
+    size = (tmp_path / "pair").stat().st_size
+
+    def cut(done: int, _total: int) -> None:
+        if done == 8:
+            os.truncate(tmp_path / "pair", size // 2)
+
+    with pytest.raises(RolloutPairError, match=r"the file ended while .* was being read"):
+        audit_file(tmp_path / "pair", 0.02, chunk_rows=4, progress=cut)
 
 
 def test_results_on_disk(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import tracemalloc
@@ -100,17 +101,41 @@ def test_reads_what_the_safetensors_library_wrote(tmp_path: Path, chunk_rows: in
     assert torch.equal(torch.cat([train for _, _, train in chunks]), values["train_logits"])
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 2, 3, 5, 99])
-def test_chunks_in_the_same_memory(tmp_path: Path, chunk_rows: int) -> None:
+def test_chunks_outlive_the_reader_and_never_write_to_the_file(tmp_path: Path) -> None:
     values = tensors()
-    with RolloutPairReader(save(tmp_path / "pair", values)) as pair:
-        seen, places = [], set()
-        for start, rollout, train in pair.chunks(chunk_rows, reuse_memory=True):
-            assert torch.equal(rollout, values["rollout_logits"][start : start + chunk_rows])
-            assert torch.equal(train, values["train_logits"][start : start + chunk_rows])
-            seen.append(len(rollout))
-            places.add((rollout.data_ptr(), train.data_ptr()))
-    assert sum(seen) == 5 and len(places) == 1
+    path = save(tmp_path / "pair", values)
+    before = path.read_bytes()
+    with RolloutPairReader(path) as pair:
+        chunks = list(pair.chunks(2))
+    assert torch.equal(torch.cat([train for _, _, train in chunks]), values["train_logits"])
+    for _, rollout, train in chunks:
+        rollout.zero_()
+        train.fill_(torch.nan)
+    assert path.read_bytes() == before
+
+
+# An odd count of float16 logits puts the float32 side at no multiple of 4 bytes.
+def test_chunks_are_aligned_where_the_file_is_not(tmp_path: Path) -> None:
+    values = tensors(v=7)
+    values["rollout_logits"] = values["rollout_logits"].half()
+    path = write(tmp_path / "pair", values)
+    with RolloutPairReader(path) as pair:
+        assert (pair._data_start + pair._tensors["train_logits"].begin) % 4 == 2
+        for start, rollout, train in pair.chunks(2):
+            assert torch.equal(rollout, values["rollout_logits"][start : start + 2])
+            assert torch.equal(train, values["train_logits"][start : start + 2])
+            assert train.data_ptr() % 4 == 0
+
+
+@pytest.mark.parametrize("v", [7, 5000])  # the end inside a page, and pages before it
+def test_a_file_that_is_cut_between_chunks(tmp_path: Path, v: int) -> None:
+    path = save(tmp_path / "pair", tensors(v=v))
+    with RolloutPairReader(path) as pair:
+        chunks = pair.chunks(1)
+        next(chunks)
+        os.truncate(path, pair._data_start + pair._tensors["train_logits"].begin + 2 * v * 4 - 1)
+        with pytest.raises(RolloutPairError, match="the file ended while train_logits was being"):
+            next(chunks)
 
 
 def test_optional_fields_and_row_pieces(tmp_path: Path) -> None:
@@ -403,9 +428,10 @@ def test_interrupt_inside_close_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("reuse_memory", [False, True])
-def test_memory_is_bounded_by_the_chunk(tmp_path: Path, reuse_memory: bool) -> None:
-    """A sparse file of 200 MB, read with less than 3 MB."""
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
+@pytest.mark.parametrize("aligned", [True, False])
+def test_memory_is_bounded_by_the_chunk(tmp_path: Path, aligned: bool) -> None:
+    """A sparse file of 200 MB, mapped one chunk at a time; copied only if it is not aligned."""
     n, v = 512, 50_000
     path = tmp_path / "pair"
     end, header = 0, {"__metadata__": {"format_version": "1"}}
@@ -421,18 +447,40 @@ def test_memory_is_bounded_by_the_chunk(tmp_path: Path, reuse_memory: bool) -> N
     # One sequence boundary only would not end at N, so store [0, N] instead.
     header["cu_seqlens"] = {"dtype": "I64", "shape": [2], "data_offsets": [end - 8, end + 8]}
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8 + (not aligned))
     with path.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.seek(8 + len(text) + end)
         stream.write(n.to_bytes(8, "little"))
     assert path.stat().st_size > 200_000_000
+    chunk = 2 * 2 * v * 4
+    slack = 2 * 2 * mmap.PAGESIZE  # each side begins and ends inside a page
+    rows, mapped = 0, set()
     tracemalloc.start()
     try:
         with RolloutPairReader(path) as pair:
-            chunks = pair.chunks(2, reuse_memory=reuse_memory)
-            rows = sum(len(rollout) for _, rollout, _ in chunks)
-        _, peak = tracemalloc.get_traced_memory()
+            for _, rollout, _train in pair.chunks(2):
+                rows += len(rollout)
+                mapped.add(mapped_bytes(path))
+        _, allocated = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert rows == n
-    assert 2 * 2 * v * 4 < peak < 3_000_000
+    del rollout, _train
+    assert rows == n and mapped_bytes(path) == 0
+    if aligned:
+        assert chunk <= min(mapped) and max(mapped) <= chunk + slack
+        assert allocated < 200_000
+    else:
+        assert mapped == {0}
+        assert chunk < allocated < 3_000_000
+
+
+def mapped_bytes(path: Path) -> int:
+    """How much of a file is mapped into this process."""
+    total = 0
+    with Path("/proc/self/maps").open() as lines:
+        for line in lines:
+            if line.endswith(f" {path}\n"):
+                start, stop = line.split(maxsplit=1)[0].split("-")
+                total += int(stop, 16) - int(start, 16)
+    return total
