@@ -64,7 +64,8 @@ def row_temperature(name: str, value: float | Tensor, logits: Tensor) -> Tensor 
             raise ValueError(f"{name} must be a finite number > 0 or a tensor, got {value!r}")
         if value == 1:
             return None
-        return torch.tensor(float(value), dtype=torch.float64, device=logits.device).expand(lead)
+        # Filled on the device: torch.tensor would copy from the host, and wait for the copy.
+        return torch.full((), value, dtype=torch.float64, device=logits.device).expand(lead)
     if not value.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
     if value.shape not in (lead, torch.Size(())):

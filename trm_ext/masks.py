@@ -783,7 +783,11 @@ def verdict(
     raw = _evidence(layout, divergence, log_ratio)
     evidence = raw._replace(infinity_cap=infinity_cap)
     findings = [criterion.judge(evidence) for criterion in chosen]
-    count = _sequences.counts(layout)
+    kl = raw.divergence.get("kl")
+    if kl is None:
+        kl = torch.full(layout.shape, math.nan, device=layout.token_mask.device)
+    exact = _sequences.reduce_tokens(kl, layout)
+    count = exact.tokens
 
     # Later writes win: KEPT < criteria, the first one last < SUPPORT < UNSCORED < NON_FINITE.
     reason = torch.full_like(count, int(Reason.KEPT))
@@ -813,14 +817,11 @@ def verdict(
     position = position.masked_fill(count == 0, -1)
     keep = (reason == int(Reason.KEPT)) | (reason == int(Reason.EMPTY))
 
-    capped = torch.zeros_like(layout.token_mask)
+    capped = torch.zeros_like(count)
     if evidence.infinity_cap is not None:
-        for criterion in chosen:
-            capped = capped | torch.isinf(criterion.read(raw))
-    kl = raw.divergence.get("kl")
-    if kl is None:
-        kl = torch.full(layout.shape, math.nan, device=count.device)
-    exact = _sequences.reduce_tokens(kl, layout)
+        infinite = [torch.isinf(criterion.read(raw)) for criterion in chosen]
+        flags = functools.reduce(torch.logical_or, infinite)
+        capped = _sequences.reduce_tokens(flags.float(), layout).total.to(torch.int64)
     return SequenceVerdict(
         keep=keep,
         reason=reason,
@@ -831,7 +832,7 @@ def verdict(
         token_keep=token_keep & keep[layout.sequence_id],
         statistics=torch.stack([finding.statistic for finding in findings]),
         failed=torch.stack([finding.failed & (count > 0) for finding in findings]),
-        capped=_sequences.reduce_tokens(capped.float(), layout).total.to(torch.int64),
+        capped=capped,
     )
 
 

@@ -97,7 +97,7 @@ def test_nothing_waits_for_the_device(device):
         found = trm.token_divergence(x, leaf, token_mask=mask, train_temperature=temperature)
         trm.max_kl_verdict(found.kl.detach(), layout, max_kl=0.02)
         trm.verdict("max_kl<=0.02", layout, divergence={"kl": found.kl.detach()})
-        trm.trust_region_mask(x, y, layout, max_kl=0.02)
+        trm.trust_region_mask(x, y, layout, max_kl=0.02, rollout_temperature=0.7)
         found.kl.sum().backward()
         states = torch.stack([trm.divergence_state(x, y), trm.divergence_state(x, y)])
         trm.divergence_finish(trm.divergence_state_merge(states))

@@ -166,15 +166,27 @@ class TestFromLogits:
         )
         assert not verdict.max_kl.requires_grad
 
-    def test_no_value_leaves_the_device(self):
+    @pytest.mark.parametrize("kind", ("padded", "packed", "segments"))
+    def test_no_value_leaves_the_device(self, kind):
         # Fake tensors have no values: any .item(), bool() or data-dependent shape would raise.
         from torch._subclasses.fake_tensor import FakeTensorMode
 
+        real = {
+            "padded": SequenceLayout.from_mask(torch.ones(2, 3, dtype=torch.bool)),
+            "packed": SequenceLayout.from_lengths([2, 4]),
+            "segments": SequenceLayout.from_segments(
+                torch.tensor([1, 0, 1, 0, 0, 1]), torch.arange(6), 2
+            ),
+        }[kind]
         with FakeTensorMode() as mode:
-            layout = SequenceLayout.from_mask(torch.ones(2, 3, dtype=torch.bool))
-            logits = torch.randn(2, 3, 9)
-            verdict = trm.trust_region_mask(logits, logits + 1, layout, max_kl=0.1)
-        assert mode is not None and verdict.keep.shape == (2,)
+            fields = {name: vars(real)[name] for name in vars(real) if vars(real)[name] is not None}
+            layout = SequenceLayout(**{n: mode.from_tensor(t) for n, t in fields.items()})
+            logits = torch.randn(*real.shape, 9)
+            for temperature in (1.0, 0.7, torch.rand(real.shape)):
+                verdict = trm.trust_region_mask(
+                    logits, logits + 1, layout, max_kl=0.1, train_temperature=temperature
+                )
+        assert verdict.keep.shape == (2,)
 
     def test_compiles_in_one_graph(self):
         layout = SequenceLayout.from_lengths([2, 1])
