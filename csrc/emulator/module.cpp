@@ -191,6 +191,7 @@ PYBIND11_MODULE(trm_emulator, module) {
   module.def("counters", [] {
     const trm::emu::Counters counters = trm::emu::counters();
     return py::dict(py::arg("switches") = counters.switches,
-                    py::arg("accesses") = counters.accesses);
+                    py::arg("accesses") = counters.accesses,
+                    py::arg("input_bytes") = counters.input_bytes);
   });
 }

@@ -21,6 +21,7 @@ test_backends.py it covers, by value and gradient, the faults that such kernels 
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -292,6 +293,53 @@ def test_masked_rows_of_a_split(pair):
         found = gradients(backend, x, y, 8200, KL, torch.ones(1, 3), statistics, token_mask=mask)
         for gradient in found:
             assert (gradient[1] == 0).all() and (gradient[[0, 2]] != 0).any(1).all()
+    finally:
+        emulator_build.module().set_device(90, 1)
+
+
+def loaded_bytes(call, *arguments, **given):
+    """Bytes of inputs that the emulated threads of a call load, each as often as it is loaded."""
+    before = emulator_build.module().counters()["input_bytes"]
+    results = call(*arguments, **given)
+    return emulator_build.module().counters()["input_bytes"] - before, results
+
+
+@pytest.mark.parametrize("processors", (1, 132))
+@pytest.mark.parametrize("vocab", (1001, 4096, 8192, 8200))
+@pytest.mark.parametrize("pair", PAIRS)
+def test_logits_are_loaded_once(pair, vocab, processors):
+    """And those of masked rows never; a second sweep loads them once more, no mask's kernel does.
+
+    Where a region of an aligned row is an odd number of a warp's steps, the last one is loaded
+    ahead and then again, from the cache.
+    """
+    backend = usable("emulator-inorder")
+    x, y = rows_of(pair, 3, vocab)
+    run = 16 // max(x.itemsize, y.itemsize)
+    step = 32 * run
+    region = math.ceil(vocab / 32 / step) * step
+    sizes = [min(region, vocab - begin) for begin in range(0, vocab, region)]
+    again = sum(step for size in sizes if vocab % run == 0 and size // step % 2)
+    once, logit_bytes = vocab, x.itemsize + y.itemsize
+    split = processors == 132 and vocab > 8 * region
+    mask = torch.tensor([True, False, True])
+    # The mask is read by every thread, of the sweep and of the split's merge.
+    mask_bytes = 3 * (4 * 256 + 32 if split else 256)
+    try:
+        emulator_build.module().set_device(90, processors)
+        found, results = loaded_bytes(forward, backend, x, y, vocab, KL)
+        assert found == 3 * (once + again) * logit_bytes
+        found, _ = loaded_bytes(forward, backend, x, y, vocab, KL, token_mask=mask)
+        assert found == 2 * (once + again) * logit_bytes + mask_bytes
+        found, _ = loaded_bytes(forward, backend, x, y, vocab, KL | encode(["tv"]))
+        assert found == 3 * (2 * once + again) * logit_bytes
+        if vocab % run == 0:  # the streaming kernel; per row and block, little more than the logits
+            upstream, statistics = torch.ones(1, 3), results[2]
+            found, _ = loaded_bytes(
+                gradients, backend, x, y, vocab, KL, upstream, statistics, rollout=False
+            )
+            blocks = 3 * math.ceil(vocab / (256 * run))
+            assert 0 < found - 3 * once * logit_bytes <= blocks * (8 * 8 * 2 + 4)
     finally:
         emulator_build.module().set_device(90, 1)
 

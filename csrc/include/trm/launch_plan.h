@@ -15,6 +15,12 @@ constexpr int kSplit = kRegions / kStreamWarps;  // blocks per row where there a
 constexpr int kLeastCapability = 80;             // packed maxima of 16-bit types
 constexpr int64_t kMostBlocks = 0x7fffffff;      // on grid x
 
+// Of a launch with one block per row. 0 where a grid has too few: such a launch fails, where the
+// lowest 32 bits would leave rows out.
+inline unsigned grid_blocks(int64_t blocks) {
+  return blocks <= kMostBlocks ? static_cast<unsigned>(blocks) : 0;
+}
+
 struct StreamPlan {
   bool streamed = false;  // else the generic kernel: other types, strided columns, old devices
   int load_bytes = 2;  // 16: rows start at multiples of a run's bytes; 4: of a word's; 2: neither

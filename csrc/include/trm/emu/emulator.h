@@ -159,7 +159,9 @@ T* dynamic_shared(emu::Where where = emu::Where::current()) {
 template <typename Vector>
 Vector load_vector(const void* place, emu::Where where = emu::Where::current()) {
   emu::check_access({place, sizeof(Vector), alignof(Vector), true, false, "load_vector"}, where);
-  return *static_cast<const Vector*>(place);
+  Vector loaded;
+  memcpy(&loaded, place, sizeof(Vector));
+  return loaded;
 }
 
 template <int N>
@@ -168,7 +170,9 @@ struct Words;
 template <int N>
 Words<N> load_streaming(const void* place, emu::Where where = emu::Where::current()) {
   emu::check_access({place, 4 * N, 4 * N, true, false, "load_streaming"}, where);
-  return *static_cast<const Words<N>*>(place);
+  Words<N> loaded;
+  memcpy(&loaded, place, sizeof(loaded));
+  return loaded;
 }
 
 template <int N>

@@ -56,7 +56,8 @@ class Buffers {
 
 struct Counters {
   uint64_t switches = 0;
-  uint64_t accesses = 0;  // instrumented accesses beyond the thread's own stack
+  uint64_t accesses = 0;     // instrumented accesses beyond the thread's own stack
+  uint64_t input_bytes = 0;  // read from registered buffers that are not written
 };
 Counters counters();
 

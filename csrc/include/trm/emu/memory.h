@@ -130,6 +130,8 @@ inline void Machine::access(const Access& a, const void* caller, const Where* wh
     broken(text("%s of %zu bytes outside every registered buffer", verb, a.bytes) +
            nearest(address));
   }
+  // A named access is a check that the access itself follows.
+  if (a.reads && !buffer->writable && a.name == nullptr) counters.input_bytes += a.bytes;
   if (a.writes && !buffer->writable) {
     broken(text("write into `%s`, which is an input", buffer->name.c_str()));
   }

@@ -3,6 +3,7 @@
 // Reads 13 bytes per token (value, position, mask), 8 more where an order is given.
 #pragma once
 
+#include "trm/launch_plan.h"
 #include "trm/sequence_reduce.h"
 
 namespace trm::kernels {
@@ -31,8 +32,8 @@ __global__ void __launch_bounds__(Threads)
 inline cudaError_t launch_sequence_reduce(const SequenceArgs& args, const SequenceOutputs& out,
                                           cudaStream_t stream) {
   if (args.sequences == 0) return cudaSuccess;
-  const LaunchConfig config = {dim3(static_cast<unsigned>(args.sequences)), dim3(kSequenceThreads),
-                               0, stream};
+  const LaunchConfig config = {dim3(grid_blocks(args.sequences)), dim3(kSequenceThreads), 0,
+                               stream};
   return launch(config, &sequence_reduce_kernel<kSequenceThreads>, args, out);
 }
 

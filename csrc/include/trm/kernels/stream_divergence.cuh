@@ -547,7 +547,7 @@ __global__ void __launch_bounds__(Lanes)
 
 inline cudaError_t launch_merge_regions(const DivergenceArgs& args, const DivergenceOutputs& out,
                                         cudaStream_t stream) {
-  return launch({dim3(static_cast<unsigned>(args.rows)), dim3(kWarpLanes), 0, stream},
+  return launch({dim3(grid_blocks(args.rows)), dim3(kWarpLanes), 0, stream},
                 &merge_regions_kernel<kWarpLanes>, args, out,
                 static_cast<const double*>(out.workspace));
 }
@@ -559,8 +559,8 @@ cudaError_t launch_stream(const DivergenceArgs& args, const DivergenceOutputs& o
       args.rollout_temperature.data != nullptr || args.train_temperature.data != nullptr;
   auto* kernel = scaled ? &stream_divergence_kernel<Rollout, Train, TrainGap, Entropy, true>
                         : &stream_divergence_kernel<Rollout, Train, TrainGap, Entropy, false>;
-  return launch({dim3(static_cast<unsigned>(plan.blocks)), dim3(kStreamThreads), 0, stream}, kernel,
-                args, out, plan);
+  return launch({dim3(grid_blocks(plan.blocks)), dim3(kStreamThreads), 0, stream}, kernel, args,
+                out, plan);
 }
 
 template <typename Rollout, typename Train>

@@ -198,8 +198,8 @@ cudaError_t launch_stream_gradient(const DivergenceBackwardArgs& args, const Gra
                                    cudaStream_t stream) {
   auto* kernel = plan.kl_only ? &stream_gradient_kernel<Rollout, Train, true>
                               : &stream_gradient_kernel<Rollout, Train, false>;
-  return launch({dim3(static_cast<unsigned>(plan.blocks)), dim3(kStreamThreads), 0, stream}, kernel,
-                args, plan);
+  return launch({dim3(grid_blocks(plan.blocks)), dim3(kStreamThreads), 0, stream}, kernel, args,
+                plan);
 }
 
 }  // namespace trm::kernels

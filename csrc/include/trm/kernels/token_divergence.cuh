@@ -5,6 +5,7 @@
 // finished rows: second-sweep diagnostics, merging and finishing of states.
 #pragma once
 
+#include "trm/launch_plan.h"
 #include "trm/row.h"
 #include "trm/simt/block_merge.h"
 
@@ -125,12 +126,12 @@ __global__ void __launch_bounds__(kRecordThreads)
 }
 
 inline LaunchConfig row_blocks(int64_t rows, cudaStream_t stream) {
-  return {dim3(static_cast<unsigned>(rows)), dim3(kRowThreads), 0, stream};
+  return {dim3(grid_blocks(rows)), dim3(kRowThreads), 0, stream};
 }
 
 inline LaunchConfig record_blocks(int64_t rows, cudaStream_t stream) {
   const int64_t blocks = (rows + kRecordThreads - 1) / kRecordThreads;
-  return {dim3(static_cast<unsigned>(blocks)), dim3(kRecordThreads), 0, stream};
+  return {dim3(grid_blocks(blocks)), dim3(kRecordThreads), 0, stream};
 }
 
 inline cudaError_t launch_token_divergence(const DivergenceArgs& args, const DivergenceOutputs& out,
