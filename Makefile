@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Machine code for these, and PTX for what comes after.
 RELEASE_ARCHITECTURES := 8.0;9.0;10.0;12.0+PTX
+# Test processes, each with one thread: small tensors gain nothing from two, which wait for each other.
+WORKERS ?= 2
 SOURCES := $(shell find csrc -type f 2>/dev/null) setup.py pyproject.toml
 
 .PHONY: demo test test-full test-parity lint format bench wheel clean
@@ -12,7 +14,7 @@ demo: $(VENV)/.demo  ## record two engines on a real model, audit both, print th
 	$(BIN)/trm demo --out out/demo
 
 test: lint $(VENV)/.demo  ## lint, then the default tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-full: $(VENV)/.demo test-parity  ## the slow lanes only; `test` has run the others
 	$(BIN)/python -m pytest -m slow

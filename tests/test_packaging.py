@@ -56,7 +56,11 @@ class TestAbi:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A CPU-only wheel built from a copy of the sources, as `pip wheel` builds it."""
+    """A CPU-only wheel built from a copy of the sources, as `pip wheel` builds it.
+
+    Without optimisation, which no test here looks at and which takes six times as long; the
+    installation that these tests run in was built with it.
+    """
     source = tmp_path_factory.mktemp("source")
     for name in ("csrc", "trm_ext", "theory"):
         shutil.copytree(
@@ -71,7 +75,7 @@ def wheel(tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "TRM_BUILD_CUDA": "0"},
+        env={**os.environ, "TRM_BUILD_CUDA": "0", "TRM_DEBUG": "1"},
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     (built,) = out.glob("*.whl")

@@ -11,7 +11,7 @@ import torch
 
 import trm_ext as trm
 from tests.backends import usable
-from tests.rows import GRADIENT_RTOL, KL_RTOL, base_rows, exact_kl
+from tests.rows import GRADIENT_RTOL, KL_RTOL, base_rows, exact_kl, row_pair
 from trm_ext import _lib, reference
 from trm_ext.outputs import encode
 
@@ -42,17 +42,6 @@ def any_kernel(request):
     _lib.force_cpu_capability(None)
 
 
-def nominal_pair(kind, vocab, kl, seed=0):
-    """Logits x and x + scaled noise, by secant on log KL: a handful of evaluations at any size."""
-    x = base_rows(kind, 2, vocab, seed)
-    noise = torch.randn(2, vocab, generator=torch.Generator().manual_seed(seed + 1)).double()
-    power = torch.full((2, 1), -2.0, dtype=torch.float64)
-    for _ in range(8):
-        measured = exact_kl(x, x + noise * 10**power)[:, None].clamp(min=1e-300)
-        power = (power + 0.5 * torch.log10(kl / measured)).clamp(-9, 4)
-    return x, x + noise * 10**power
-
-
 def offset(y, name):
     if name == "log-probs":
         return torch.log_softmax(y, -1)
@@ -79,7 +68,7 @@ def worst(backend, x, y, temperatures=None):
     truth = reference.token_divergence(x, y, None, None, *rows, x.shape[-1], 1)[0][0]
     got = kl_of(backend, x, y, rows)
     assert bool((got >= 0).all())
-    covered = truth >= 0.9e-9  # below: the sharp rows whose labels no noise reaches
+    covered = truth >= 0.9e-9  # below: rows of which 16 bits store too little of the noise
     assert bool((got[~covered] <= 1e-9).all())
     return float(((got - truth) / truth)[covered].abs().max()) if covered.any() else 0.0
 
@@ -123,7 +112,7 @@ def print_table(title, table, columns):
 def test_float32_table(backend, vocab):
     table = {}
     for kind in KINDS:
-        pairs = [nominal_pair(kind, vocab, kl) for kl in KLS]
+        pairs = [row_pair(kind, 2, vocab, kl) for kl in KLS]
         for name in OFFSETS:
             table[f"{kind}, {name}"] = [
                 worst(backend, x.float(), offset(y, name).float()) for x, y in pairs
@@ -141,7 +130,7 @@ def test_temperature_table(backend, vocab):
         for pair in TEMPERATURES:
             table[f"{kind}, {pair[0]}/{pair[1]}"] = [
                 worst(backend, (x * pair[0]).float(), (y * pair[1]).float(), pair)
-                for x, y in (nominal_pair(kind, vocab, kl) for kl in KLS)
+                for x, y in (row_pair(kind, 2, vocab, kl) for kl in KLS)
             ]
     print_table(f"{backend.name}, V = {vocab}, float32, by temperatures", table, KLS)
     assert max(map(max, table.values())) <= KL_RTOL
@@ -154,7 +143,7 @@ def test_sixteen_bit_table(backend, vocab):
         for dtype in DTYPES[1:]:
             table[f"{kind}, {str(dtype).removeprefix('torch.')}"] = [
                 worst(backend, x.to(dtype), y.to(dtype))
-                for x, y in (nominal_pair(kind, vocab, kl) for kl in KLS)
+                for x, y in (row_pair(kind, 2, vocab, kl) for kl in KLS)
             ]
     print_table(f"{backend.name}, V = {vocab}, both sides in 16 bits", table, KLS)
     assert max(map(max, table.values())) <= KL_RTOL
@@ -163,7 +152,7 @@ def test_sixteen_bit_table(backend, vocab):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_sixteen_bit_log_probs_against_raw_logits(backend, dtype):
     """Their differences need more than 24 bits: 15 against -1e-4."""
-    x, y = nominal_pair("peaked", 32768, 1e-3)
+    x, y = row_pair("peaked", 2, 32768, 1e-3)
     x = x - x.amax(-1, keepdim=True) + 15
     error = worst(backend, x.to(dtype), torch.log_softmax(y, -1).to(dtype))
     print(f"{backend.name}, {dtype}: {error:.1e}")
@@ -176,7 +165,7 @@ def test_gradient_table(backend):
         for name in OFFSETS[:3]:
             errors = []
             for kl in KLS:
-                x, y = nominal_pair(kind, 32768, kl)
+                x, y = row_pair(kind, 2, 32768, kl)
                 x, y = x.float(), offset(y, name).float()
                 errors.append(gradient_error(backend, x, y))
             table[f"{kind}, {name}"] = errors
@@ -200,7 +189,7 @@ def mpmath_kl(x, y):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kl", (1e-9, 1e-3))
 def test_the_oracle_itself_against_mpmath(kind, kl):
-    x, y = nominal_pair(kind, 300, kl)
+    x, y = row_pair(kind, 2, 300, kl)
     x, y = x.float(), torch.log_softmax(y, -1).float()
     truth = mpmath_kl(x[0], y[0])
     assert float(exact_kl(x, y)[0]) == pytest.approx(truth, rel=1e-9)
