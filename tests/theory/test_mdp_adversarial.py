@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.quoted import quoted
 from theory import exact
 from theory.bounds import paper, sharp
 from theory.mdp.adversarial import (
@@ -30,11 +31,11 @@ def test_rare_token_has_exponent_two_and_makes_the_halved_classical_bound_sharp(
     lengths = np.array([16, 64, 256, 1024])
     worst = rare_token_sup(lengths, 1e-7)  # T eps <= 1e-4
     slope = np.polyfit(np.log(lengths[1:]), np.log(worst[1:]), 1)[0]
-    assert slope == pytest.approx(2, abs=0.01)
-    for t_eps, expected in ((1e-3, 0.9995), (0.1, 0.95)):
+    assert slope == pytest.approx(2, abs=0.01)  # (T - 1)/T alone adds 0.006 at T = 64
+    for t_eps, expected in ((1e-3, "0.9995"), (0.1, "0.95")):
         eps = t_eps / 1000
         half = paper.halved(paper.classical_tv(1000, eps)).value
-        assert rare_token_sup(1000, eps) / half == pytest.approx(expected, abs=3e-3)
+        assert rare_token_sup(1000, eps) / half == quoted(expected)
         routes = sharp.forward(1000, max_tv=eps).value
         assert half >= routes >= rare_token_sup(1000, eps)
     assert rare_token_sup(1000, 1e-4) / sharp.forward(1000, max_tv=1e-4).value > 0.98
@@ -78,24 +79,25 @@ def test_hazard_closed_form_equals_enumeration_and_saturates():
     limit = math.exp(-1.5) - math.exp(-1) + 0.5 * math.exp(-1)
     values = hazard_error([64, 1024, 4096], 1.0, 1.5)
     assert values.round(5).tolist() == [0.03958, 0.03921, 0.03920]
-    assert values[-1] == pytest.approx(limit, rel=1e-3)
+    # The limit is reached like 1/T: 1 % away at 64, so 1.6e-4 at 4096.
+    assert values[-1] == pytest.approx(limit, rel=2e-4)
 
 
 def test_products_of_averages_are_not_bounds():
     """A rare branch followed by ten tokens: 4 sum Dbar TV(d_t) is far below the true supremum."""
     for p, sup, product, root in (
-        (0.01, 0.00780, 0.00056, 0.00774),
-        (0.001, 0.00078, 5.6e-6, 2.4e-4),
+        (0.01, "0.00780", "0.00056", "0.00774"),
+        (0.001, "0.00078", "5.6e-6", "2.4e-4"),
     ):
         tree = branch_then_binary(11, p, p, 0.5, 0.8)
         found = exact.summary(tree)
         truth = exact.sup_error(tree)
-        assert truth == pytest.approx(sup, rel=1e-2)
+        assert truth == quoted(sup)
         prefix_kl = np.concatenate([[0.0], np.cumsum(found.mean_kl)[:-1]])
         wrong = 4 * float(found.mean_tv @ found.prefix_tv)
         wrong_root = 4 * float(found.mean_tv @ np.sqrt(prefix_kl / 2))
-        assert wrong == pytest.approx(product, rel=2e-2)
-        assert wrong_root == pytest.approx(root, rel=2e-2)
+        assert wrong == quoted(product)
+        assert wrong_root == quoted(root)
         assert wrong < truth and wrong_root < truth
         assert sharp.forward_moment(found.moment).value >= truth
         assert sharp.seq_kl(found.seq_kl).value >= truth

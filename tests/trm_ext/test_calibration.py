@@ -15,6 +15,7 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
+from tests.rows import KL_RTOL
 from theory.certify import rejection_quantile
 from trm_ext.calibration import GRID, as_dict, calibrate
 from trm_ext.io import PairMetadata, PolicyRecord, RolloutPairError, RolloutPairWriter
@@ -61,7 +62,7 @@ def test_every_number_is_a_count(tmp_path: Path) -> None:
     assert made.kind == "engine pair" and made.lengths == (16, longest)
     assert made.horizon == longest
     maxima = [kl.max() for kl in some]
-    assert made.sequence_max_kl.tolist() == pytest.approx(maxima, rel=1e-5)
+    assert made.sequence_max_kl.tolist() == pytest.approx(maxima, rel=KL_RTOL)
     assert [row.max_kl for row in made.thresholds] == sorted(
         {*GRID, 0.02, 0.5, made.target_threshold}
     )
@@ -78,17 +79,17 @@ def test_every_number_is_a_count(tmp_path: Path) -> None:
         word = "premise false" if kept < 4 else "P(a rollout exceeds it) <="
         assert row.says.startswith(word)
         assert not row.below_floor
-    assert made.target_threshold == pytest.approx(sorted(maxima)[1], rel=1e-5)
+    assert made.target_threshold == pytest.approx(sorted(maxima)[1], rel=KL_RTOL)
     sixteen = sorted(kl[:16].max() for kl in some if len(kl) >= 16)
-    assert made.target_by_length[0] == pytest.approx(sixteen[1], rel=1e-5)
+    assert made.target_by_length[0] == pytest.approx(sixteen[1], rel=KL_RTOL)
     every = np.concatenate(some)
     s = made.pair
     assert (s.tokens, s.sequences, s.unscored, s.unsupported) == (len(every), 4, 0, 0)
-    assert s.mean == pytest.approx(every.mean(), rel=1e-5)
-    assert s.median == pytest.approx(np.median(every), rel=1e-5)
-    assert s.maximum == pytest.approx(every.max(), rel=1e-5)
-    assert s.p99 == pytest.approx(sorted(every)[math.ceil(0.99 * len(every)) - 1], rel=1e-5)
-    assert s.seq_kl == pytest.approx(every.sum() / 5, rel=1e-5)  # the empty one counts
+    assert s.mean == pytest.approx(every.mean(), rel=KL_RTOL)
+    assert s.median == pytest.approx(np.median(every), rel=KL_RTOL)
+    assert s.maximum == pytest.approx(every.max(), rel=KL_RTOL)
+    assert s.p99 == pytest.approx(sorted(every)[math.ceil(0.99 * len(every)) - 1], rel=KL_RTOL)
+    assert s.seq_kl == pytest.approx(every.sum() / 5, rel=KL_RTOL)  # the empty one counts
     assert made.floor is None and any("no file says what the floor is" in n for n in made.notes)
 
 
@@ -99,8 +100,8 @@ def test_a_threshold_below_the_floor_is_warned_about(tmp_path: Path) -> None:
         [tmp_path / "floor", tmp_path / "pair"], thresholds=[1e-4, 1.0], target_acceptance=1.0
     )
     top = max(kl.max() for kl in floor if len(kl))
-    assert made.kind == "engine pair" and made.floor_threshold == pytest.approx(top, rel=1e-5)
-    assert made.floor is not None and made.floor.maximum == pytest.approx(top, rel=1e-5)
+    assert made.kind == "engine pair" and made.floor_threshold == pytest.approx(top, rel=KL_RTOL)
+    assert made.floor is not None and made.floor.maximum == pytest.approx(top, rel=KL_RTOL)
     assert len(made.warnings) == 1
     assert made.rollout.engine == "fast"  # the pair's, not the floor's
     assert made.warnings[0].startswith(f"threshold 0.0001 lies below the noise floor {top:.3g}")
@@ -132,10 +133,10 @@ def test_the_same_tokens_recorded_twice(tmp_path: Path) -> None:
         lp, lq = (log_softmax(z.astype(np.float64), axis=-1) for z in (a, b))
         kl = (np.exp(lp) * (lp - lq)).sum(-1)[mask]
         moved = (lq - lp)[np.arange(len(tokens)), tokens][mask]
-        assert found.kl.mean == pytest.approx(kl.mean(), rel=1e-5)
-        assert found.kl.maximum == pytest.approx(kl.max(), rel=1e-5)
+        assert found.kl.mean == pytest.approx(kl.mean(), rel=KL_RTOL)
+        assert found.kl.maximum == pytest.approx(kl.max(), rel=KL_RTOL)
         assert found.identical == pytest.approx((a == b).all(1)[mask].mean())
-        assert found.max_abs_log_ratio == pytest.approx(abs(moved).max(), rel=1e-5)
+        assert found.max_abs_log_ratio == pytest.approx(abs(moved).max(), rel=KL_RTOL)
     assert (rollout.side, train.side) == ("rollout", "train")
     assert 0.4 < rollout.identical < 0.6 and train.identical == pytest.approx(1 - 1 / mask.sum())
     assert train.worst == (1, 27)  # row 30 of a file whose sequence 1 starts at 3
