@@ -304,23 +304,38 @@ def loaded_bytes(call, *arguments, **given):
     return emulator_build.module().counters()["input_bytes"] - before, results
 
 
-@pytest.mark.parametrize("processors", (1, 132))
-@pytest.mark.parametrize("vocab", (1001, 4096, 8192, 8200))
-@pytest.mark.parametrize("pair", PAIRS)
-def test_logits_are_loaded_once(pair, vocab, processors):
-    """And those of masked rows never; a second sweep loads them once more, no mask's kernel does.
+def loaded_per_block(backend, pair):
+    """Bytes that a block of backward loads beside logits: its row's statistics and upstream."""
+    vocab = 8  # were logits loaded twice, longer rows would not agree with so short a one
+    x, y = rows_of(pair, 1, vocab)
+    upstream, statistics = torch.ones(1, 1), forward(backend, x, y, vocab, KL)[2]
+    found, _ = loaded_bytes(gradients, backend, x, y, vocab, KL, upstream, statistics)
+    beside = found - vocab * (x.itemsize + y.itemsize)
+    # One thread reads all eight statistics, some of them twice.
+    assert 8 * 8 + 4 <= beside <= 2 * 8 * 8 + 4
+    return beside
 
-    Where a region of an aligned row is an odd number of a warp's steps, the last one is loaded
-    ahead and then again, from the cache.
-    """
+
+@pytest.mark.parametrize("processors", (1, 132))
+@pytest.mark.parametrize(
+    "vocab, columns",
+    (
+        (1001, 1001),  # rows that no wide load fits
+        (4096, 4096),  # regions of one step of a warp in every type
+        (4099, 4104),  # wide loads, and a run that ends within
+        (8192, 8192),  # one step of 16-bit types, two of fp32
+        (8200, 8200),  # two and three steps, and a last region of a run or of a step and a run
+        (8202, 8202),  # rows that 4-byte loads fit
+    ),
+)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_logits_are_loaded_once(pair, vocab, columns, processors):
+    """And those of masked rows never; a second sweep loads them once more."""
     backend = usable("emulator-inorder")
-    x, y = rows_of(pair, 3, vocab)
+    x, y = (padded(side, columns)[:, :columns] for side in rows_of(pair, 3, vocab))
     run = 16 // max(x.itemsize, y.itemsize)
-    step = 32 * run
-    region = math.ceil(vocab / 32 / step) * step
-    sizes = [min(region, vocab - begin) for begin in range(0, vocab, region)]
-    again = sum(step for size in sizes if vocab % run == 0 and size // step % 2)
-    once, logit_bytes = vocab, x.itemsize + y.itemsize
+    region = math.ceil(vocab / 32 / (32 * run)) * 32 * run
+    row = vocab * (x.itemsize + y.itemsize)
     split = processors == 132 and vocab > 8 * region
     mask = torch.tensor([True, False, True])
     # The mask is read by every thread, of the sweep and of the split's merge.
@@ -328,20 +343,37 @@ def test_logits_are_loaded_once(pair, vocab, processors):
     try:
         emulator_build.module().set_device(90, processors)
         found, results = loaded_bytes(forward, backend, x, y, vocab, KL)
-        assert found == 3 * (once + again) * logit_bytes
+        assert found == 3 * row
         found, _ = loaded_bytes(forward, backend, x, y, vocab, KL, token_mask=mask)
-        assert found == 2 * (once + again) * logit_bytes + mask_bytes
+        assert found == 2 * row + mask_bytes
         found, _ = loaded_bytes(forward, backend, x, y, vocab, KL | encode(["tv"]))
-        assert found == 3 * (2 * once + again) * logit_bytes
-        if vocab % run == 0:  # the streaming kernel; per row and block, little more than the logits
-            upstream, statistics = torch.ones(1, 3), results[2]
-            found, _ = loaded_bytes(
-                gradients, backend, x, y, vocab, KL, upstream, statistics, rollout=False
-            )
-            blocks = 3 * math.ceil(vocab / (256 * run))
-            assert 0 < found - 3 * once * logit_bytes <= blocks * (8 * 8 * 2 + 4)
+        assert found == 3 * 2 * row
+        if columns % run == 0:  # the streaming kernel
+            blocks = 1 if processors == 1 else math.ceil(columns / (256 * run))
+            beside = blocks * loaded_per_block(backend, pair)
+            call = (gradients, backend, x, y, vocab, KL, torch.ones(1, 3), results[2])
+            for rollout in (False, True):
+                found, _ = loaded_bytes(*call, rollout=rollout)
+                assert found == 3 * (row + beside)
+            found, _ = loaded_bytes(*call, token_mask=mask)
+            assert found == 2 * (row + beside) + 3 * blocks
     finally:
         emulator_build.module().set_device(90, 1)
+
+
+@pytest.mark.parametrize("vocab", (24328, 32768, 151936))
+@pytest.mark.parametrize("pair", PAIRS)
+def test_logits_of_long_rows_are_loaded_once(pair, vocab):
+    """Regions of 3, 4 and 19 steps of a warp in 16-bit types; a last one of 9 in the others."""
+    backend = usable("emulator-inorder")
+    x, y = rows_of(pair, 1, vocab)
+    row = vocab * (x.itemsize + y.itemsize)
+    found, results = loaded_bytes(forward, backend, x, y, vocab, KL)
+    assert found == row
+    call = (gradients, backend, x, y, vocab, KL, torch.ones(1, 1), results[2])
+    found, _ = loaded_bytes(*call, rollout=False)
+    blocks = 4  # that a device of one multiprocessor shares a row among
+    assert found == row + blocks * loaded_per_block(backend, pair)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -476,11 +476,13 @@ __global__ void __launch_bounds__(
     };
     // Columns that the warp has not summed; the same in every lane.
     int left = region_size(plan, args.vocab, region);
+    typename Lane::RolloutRun x0;
+    typename Lane::TrainRun y0;
     if (plan.load_bytes == 16 && left >= kStep) {
       // Two runs per side at a time: while one is summed the other is on its way. The pointers are
       // two runs ahead of what is summed.
-      auto x0 = load_run<Rollout, kColumns>(rollout);
-      auto y0 = load_run<Train, kColumns>(train);
+      x0 = load_run<Rollout, kColumns>(rollout);
+      y0 = load_run<Train, kColumns>(train);
       auto x1 = x0;
       auto y1 = y0;
       if (left >= 2 * kStep) {
@@ -509,9 +511,12 @@ __global__ void __launch_bounds__(
       train -= 2 * kStep;
     }
     while (left > 0) {
-      const int mine = left - lane_index * kColumns;
-      lane.add_run(load_part<Rollout, kColumns>(rollout, mine, plan.load_bytes),
-                   load_part<Train, kColumns>(train, mine, plan.load_bytes));
+      if (plan.load_bytes != 16 || left < kStep) {  // else loaded ahead, above
+        const int mine = left - lane_index * kColumns;
+        x0 = load_part<Rollout, kColumns>(rollout, mine, plan.load_bytes);
+        y0 = load_part<Train, kColumns>(train, mine, plan.load_bytes);
+      }
+      lane.add_run(x0, y0);
       rollout += kStep;
       train += kStep;
       left -= kStep;
