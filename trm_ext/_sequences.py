@@ -11,31 +11,58 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trm_ext import _ops
+from trm_ext._ops import sequence_verdict
 from trm_ext.layout import SequenceLayout
-
-_ = _ops  # registers the ops
 
 
 class Reduced(NamedTuple):
-    """Per sequence ``[B]``: max (NaN wins), its first position, float64 sum, counted tokens."""
+    """Per sequence ``[B]``: max (NaN wins), its first position, float64 sum, counted tokens.
+
+    ``infinite`` is the position of the first infinity, of either sign; -1 where there is none.
+    """
 
     largest: Tensor
     position: Tensor
     total: Tensor
     tokens: Tensor
+    infinite: Tensor
+
+
+class Judged(NamedTuple):
+    """Per sequence ``[B]``, what one limit says; ``statistic`` is float64, the tokens ``[N]``."""
+
+    keep: Tensor
+    reason: Tensor
+    position: Tensor
+    largest: Tensor
+    mean: Tensor
+    total: Tensor
+    statistic: Tensor
+    failed: Tensor
+    token_keep: Tensor
 
 
 def reduce_tokens(values: Tensor, layout: SequenceLayout) -> Reduced:
     """Statistics of float32 or float64 ``values``, without gradient."""
-    return Reduced(
-        *torch.ops.trm.sequence_reduce(
-            values.detach().reshape(-1).contiguous(),
-            layout.position.reshape(-1).contiguous(),
-            layout.token_mask.reshape(-1).contiguous(),
-            layout.offsets,
-            layout.order,
-        )
+    return Reduced(*torch.ops.trm.sequence_reduce(*_arguments(values, layout)))
+
+
+def judge(
+    values: Tensor, layout: SequenceLayout, criterion: str, limit: float, reason: int
+) -> Judged:
+    """The max, mean or sum of ``values`` against its limit, in one launch."""
+    number = sequence_verdict.CRITERIA.index(criterion)
+    arguments = _arguments(values, layout)
+    return Judged(*torch.ops.trm.sequence_verdict(*arguments, number, limit, reason))
+
+
+def _arguments(values: Tensor, layout: SequenceLayout) -> tuple[Tensor | None, ...]:
+    return (
+        values.detach().reshape(-1).contiguous(),
+        layout.position.reshape(-1).contiguous(),
+        layout.token_mask.reshape(-1).contiguous(),
+        layout.offsets,
+        layout.order,
     )
 
 

@@ -82,7 +82,14 @@ class Evidence(NamedTuple):
     divergence: dict[str, Tensor]
     log_ratio: Tensor | None
     layout: SequenceLayout
+    reduced: dict[str, _sequences.Reduced]
     infinity_cap: float | None = None
+
+    def reduce(self, name: str, values: Tensor) -> _sequences.Reduced:
+        """Statistics of the sequences, computed once per name of the values."""
+        if name not in self.reduced:
+            self.reduced[name] = _sequences.reduce_tokens(values, self.layout)
+        return self.reduced[name]
 
     def capped(self, values: Tensor) -> Tensor:
         """Infinite values capped, if that was asked for."""
@@ -152,6 +159,11 @@ class Criterion:
             return evidence.ratio(str(self))
         return evidence.values(getattr(self, "quantity", ""))
 
+    def reduce_read(self, evidence: Evidence) -> _sequences.Reduced:
+        """Where the values that must be finite are not."""
+        name = "log_ratio" if self.sampled(evidence) else getattr(self, "quantity", "")
+        return evidence.reduce(name, self.read(evidence))
+
 
 @dataclass(frozen=True)
 class _Limit(Criterion):
@@ -172,6 +184,10 @@ class _Limit(Criterion):
     def name(self) -> str:
         """The statistic as criteria spell it, such as ``max_kl``."""
         return f"{self.prefix}_{self.quantity}"
+
+    def reduce(self, evidence: Evidence) -> _sequences.Reduced:
+        """Statistics of the quantity."""
+        return evidence.reduce(self.quantity, evidence.values(self.quantity))
 
 
 @dataclass(frozen=True)
@@ -196,7 +212,7 @@ class MaxDivergence(_Limit):
 
     def judge(self, evidence: Evidence) -> Finding:
         """Max over counted tokens, where it is."""
-        found = _sequences.reduce_tokens(evidence.values(self.quantity), evidence.layout)
+        found = self.reduce(evidence)
         return _upper(found.largest.double(), self.limit, found.position)
 
 
@@ -219,7 +235,7 @@ class MeanDivergence(_Limit):
 
     def judge(self, evidence: Evidence) -> Finding:
         """Mean over counted tokens."""
-        found = _sequences.reduce_tokens(evidence.values(self.quantity), evidence.layout)
+        found = self.reduce(evidence)
         return _upper(found.total / found.tokens.clamp(min=1), self.limit, found.position)
 
 
@@ -240,7 +256,7 @@ class SumDivergence(_Limit):
 
     def judge(self, evidence: Evidence) -> Finding:
         """Sum over counted tokens."""
-        found = _sequences.reduce_tokens(evidence.values(self.quantity), evidence.layout)
+        found = self.reduce(evidence)
         return _upper(found.total, self.limit, found.position)
 
 
@@ -276,9 +292,8 @@ class QuantileDivergence(_Limit):
 
     def judge(self, evidence: Evidence) -> Finding:
         """Nearest-rank quantile; the position is that of the largest value."""
-        values = evidence.values(self.quantity)
-        found = _sequences.reduce_tokens(values, evidence.layout)
-        level = _sequences.quantile(values, evidence.layout, self.level)
+        found = self.reduce(evidence)
+        level = _sequences.quantile(evidence.values(self.quantity), evidence.layout, self.level)
         return _upper(level.double(), self.limit, found.position)
 
 
@@ -305,7 +320,8 @@ class TokenDivergenceLimit(_Limit):
     def judge(self, evidence: Evidence) -> Finding:
         """The statistic is the share of counted tokens that pass."""
         values = evidence.values(self.quantity)
-        return _per_token(values, values.double() <= self.limit, evidence.layout)
+        passes = values.double() <= self.limit
+        return _per_token(passes, self.reduce(evidence).position, evidence.layout)
 
 
 @dataclass(frozen=True)
@@ -392,7 +408,8 @@ class TokenRatioBand(_Band):
     def judge(self, evidence: Evidence) -> Finding:
         """The statistic is the share of counted tokens that pass."""
         values = evidence.ratio(str(self))
-        return _per_token(values.abs(), self.inside(values), evidence.layout)
+        largest = evidence.reduce("|log_ratio|", values.abs())
+        return _per_token(self.inside(values), largest.position, evidence.layout)
 
 
 @dataclass(frozen=True)
@@ -616,16 +633,15 @@ def _upper(statistic: Tensor, limit: float, position: Tensor) -> Finding:
 
 def _ratio_of_sequences(band: _Band, evidence: Evidence, *, mean: bool) -> Finding:
     values = evidence.ratio(str(band))
-    found = _sequences.reduce_tokens(values, evidence.layout)
-    largest = _sequences.reduce_tokens(values.abs(), evidence.layout)
+    found = evidence.reduce("log_ratio", values)
+    largest = evidence.reduce("|log_ratio|", values.abs())
     statistic = found.total / found.tokens.clamp(min=1) if mean else found.total
     inside = band.inside(statistic.to(values.dtype))
     return Finding(statistic, ~inside, largest.position)
 
 
-def _per_token(values: Tensor, passes: Tensor, layout: SequenceLayout) -> Finding:
+def _per_token(passes: Tensor, position: Tensor, layout: SequenceLayout) -> Finding:
     passed = _sequences.reduce_tokens(passes.float(), layout)
-    position = _sequences.reduce_tokens(values, layout).position
     share = passed.total / passed.tokens.clamp(min=1)
     return Finding(share, torch.zeros_like(share, dtype=torch.bool), position, passes)
 
@@ -781,12 +797,15 @@ def verdict(
     """
     chosen = as_criteria(criteria)
     raw = _evidence(layout, divergence, log_ratio)
-    evidence = raw._replace(infinity_cap=infinity_cap)
+    if len(chosen) == 1 and infinity_cap is None:
+        (only,) = chosen
+        if type(only) in _ONE_LAUNCH and not only.sampled(raw):
+            return _verdict_of_limit(only, raw)
+    evidence = raw
+    if infinity_cap is not None:
+        evidence = raw._replace(infinity_cap=infinity_cap, reduced={})
     findings = [criterion.judge(evidence) for criterion in chosen]
-    kl = raw.divergence.get("kl")
-    if kl is None:
-        kl = torch.full(layout.shape, math.nan, device=layout.token_mask.device)
-    exact = _sequences.reduce_tokens(kl, layout)
+    exact, max_kl, mean_kl, sum_kl = _exact_kl(raw)
     count = exact.tokens
 
     # Later writes win: KEPT < criteria, the first one last < SUPPORT < UNSCORED < NON_FINITE.
@@ -808,9 +827,11 @@ def verdict(
             missing = Reason.UNSCORED if criterion.sampled(evidence) else Reason.NON_FINITE
             if code not in (Reason.SUPPORT, missing):
                 continue
-            values = criterion.read(evidence)
-            flags = torch.isinf(values) if code == Reason.SUPPORT else torch.isnan(values)
-            bad, where = _sequences.any_token(flags, layout)
+            found = criterion.reduce_read(evidence)
+            if code == Reason.SUPPORT:
+                bad, where = found.infinite >= 0, found.infinite
+            else:
+                bad, where = torch.isnan(found.largest), found.position
             reason = reason.masked_fill(bad, int(code))
             position = torch.where(bad, where, position)
     reason = reason.masked_fill(count == 0, int(Reason.EMPTY))
@@ -826,14 +847,55 @@ def verdict(
         keep=keep,
         reason=reason,
         position=position,
-        max_kl=exact.largest,
-        mean_kl=(exact.total / exact.tokens.clamp(min=1)).to(kl.dtype),
-        sum_kl=exact.total.to(kl.dtype),
+        max_kl=max_kl,
+        mean_kl=mean_kl,
+        sum_kl=sum_kl,
         token_keep=token_keep & keep[layout.sequence_id],
         statistics=torch.stack([finding.statistic for finding in findings]),
         failed=torch.stack([finding.failed & (count > 0) for finding in findings]),
         capped=capped,
     )
+
+
+# Criteria that one launch judges where their values are given, and what it compares with the limit.
+_ONE_LAUNCH = {MaxDivergence: "max", MeanDivergence: "mean", SumDivergence: "sum"}
+
+
+def _verdict_of_limit(criterion: Criterion, evidence: Evidence) -> SequenceVerdict:
+    """The verdict of one limit on given values, with nothing but one op over the tokens."""
+    assert isinstance(criterion, _Limit)
+    found = _sequences.judge(
+        evidence.values(criterion.quantity),
+        evidence.layout,
+        _ONE_LAUNCH[type(criterion)],
+        criterion.limit,
+        int(criterion.code),
+    )
+    max_kl, mean_kl, sum_kl = found.largest, found.mean, found.total
+    if criterion.quantity != "kl":
+        _, max_kl, mean_kl, sum_kl = _exact_kl(evidence)
+    return SequenceVerdict(
+        keep=found.keep,
+        reason=found.reason,
+        position=found.position,
+        max_kl=max_kl,
+        mean_kl=mean_kl,
+        sum_kl=sum_kl,
+        token_keep=found.token_keep.reshape(evidence.layout.shape),
+        statistics=found.statistic[None],
+        failed=found.failed[None],
+        capped=torch.zeros_like(found.reason),
+    )
+
+
+def _exact_kl(evidence: Evidence) -> tuple[_sequences.Reduced, Tensor, Tensor, Tensor]:
+    """Statistics of the exact KL, NaN where it was not given; its max, mean and sum."""
+    kl = evidence.divergence.get("kl")
+    if kl is None:
+        kl = torch.full(evidence.layout.shape, math.nan, device=evidence.layout.token_mask.device)
+    exact = evidence.reduce("kl", kl)
+    mean = exact.total / exact.tokens.clamp(min=1)
+    return exact, exact.largest, mean.to(kl.dtype), exact.total.to(kl.dtype)
 
 
 def _evidence(
@@ -858,7 +920,7 @@ def _evidence(
     ratio = given.pop("log_ratio", None)
     if ratio is None and {"logp_train", "logp_rollout"} <= given.keys():
         ratio = estimators.log_ratio(given["logp_train"], given["logp_rollout"])
-    return Evidence(given, ratio, layout)
+    return Evidence(given, ratio, layout, {})
 
 
 def max_kl_verdict(kl: Tensor, layout: SequenceLayout, *, max_kl: float) -> SequenceVerdict:

@@ -9,4 +9,9 @@ cudaError_t sequence_reduce(const SequenceArgs& args, const SequenceOutputs& out
   return kernels::launch_sequence_reduce(args, out, stream);
 }
 
+cudaError_t sequence_verdict(const SequenceArgs& args, const VerdictRule& rule,
+                             const VerdictOutputs& out, cudaStream_t stream) {
+  return kernels::launch_sequence_verdict(args, rule, out, stream);
+}
+
 }  // namespace trm::cuda

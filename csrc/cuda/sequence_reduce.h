@@ -7,5 +7,7 @@ namespace trm::cuda {
 
 cudaError_t sequence_reduce(const SequenceArgs& args, const SequenceOutputs& out,
                             cudaStream_t stream);
+cudaError_t sequence_verdict(const SequenceArgs& args, const VerdictRule& rule,
+                             const VerdictOutputs& out, cudaStream_t stream);
 
 }  // namespace trm::cuda

@@ -82,20 +82,40 @@ inline void backward_buffers(Buffers& buffers, const DivergenceBackwardArgs& arg
                  static_cast<size_t>(elements * element_size(forward.train.type)));
 }
 
-inline void sequence_buffers(Buffers& buffers, const SequenceArgs& args,
-                             const SequenceOutputs& out) {
+inline void reads_sequences(Buffers& buffers, const SequenceArgs& args) {
   const auto tokens = static_cast<size_t>(args.tokens);
   const auto sequences = static_cast<size_t>(args.sequences);
-  const size_t bytes = args.wide ? 8 : 4;
-  buffers.reads("values", args.values, tokens * bytes);
+  buffers.reads("values", args.values, tokens * (args.wide ? 8 : 4));
   buffers.reads("positions", args.positions, tokens * 8);
   buffers.reads("token_mask", args.token_mask, tokens);
   buffers.reads("offsets", args.offsets, (sequences + 1) * 8);
   buffers.reads("order", args.order, tokens * 8);
-  buffers.writes("max", out.max, sequences * bytes);
+}
+
+inline void sequence_buffers(Buffers& buffers, const SequenceArgs& args,
+                             const SequenceOutputs& out) {
+  const auto sequences = static_cast<size_t>(args.sequences);
+  reads_sequences(buffers, args);
+  buffers.writes("max", out.max, sequences * (args.wide ? 8 : 4));
   buffers.writes("position", out.position, sequences * 8);
   buffers.writes("sum", out.sum, sequences * 8);
   buffers.writes("count", out.count, sequences * 8);
+  buffers.writes("infinite", out.infinite, sequences * 8);
+}
+
+inline void verdict_buffers(Buffers& buffers, const SequenceArgs& args, const VerdictOutputs& out) {
+  const auto sequences = static_cast<size_t>(args.sequences);
+  const size_t bytes = args.wide ? 8 : 4;
+  reads_sequences(buffers, args);
+  buffers.writes("keep", out.keep, sequences);
+  buffers.writes("reason", out.reason, sequences * 8);
+  buffers.writes("position", out.position, sequences * 8);
+  buffers.writes("max", out.max, sequences * bytes);
+  buffers.writes("mean", out.mean, sequences * bytes);
+  buffers.writes("sum", out.sum, sequences * bytes);
+  buffers.writes("statistic", out.statistic, sequences * 8);
+  buffers.writes("failed", out.failed, sequences);
+  buffers.writes("token_keep", out.token_keep, static_cast<size_t>(args.tokens));
 }
 
 }  // namespace trm::emu

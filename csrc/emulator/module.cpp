@@ -81,6 +81,14 @@ struct EmulatorBackend {
     check(trm::cuda::sequence_reduce(args, out, nullptr));
     buffers.finish();
   }
+
+  static void judge(const Tensor&, const trm::SequenceArgs& args, const trm::VerdictRule& rule,
+                    const trm::VerdictOutputs& out) {
+    Buffers buffers;
+    trm::emu::verdict_buffers(buffers, args, out);
+    check(trm::cuda::sequence_verdict(args, rule, out, nullptr));
+    buffers.finish();
+  }
 };
 
 py::object call(const std::string& name, const py::args& arguments, const std::string& schedule,

@@ -79,6 +79,13 @@ struct CpuBackend {
       trm::cpu::sequence_reduce(args, out, begin, end);
     });
   }
+
+  static void judge(const Tensor&, const trm::SequenceArgs& args, const trm::VerdictRule& rule,
+                    const trm::VerdictOutputs& out) {
+    parallel_for(0, args.sequences, 8, [&](int64_t begin, int64_t end) {
+      trm::cpu::sequence_verdict(args, rule, out, begin, end);
+    });
+  }
 };
 
 }  // namespace

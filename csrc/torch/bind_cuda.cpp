@@ -72,6 +72,12 @@ struct CudaBackend {
     const DeviceScope scope(on);
     check(trm::cuda::sequence_reduce(args, out, scope.stream()), "sequence_reduce");
   }
+
+  static void judge(const Tensor& on, const trm::SequenceArgs& args, const trm::VerdictRule& rule,
+                    const trm::VerdictOutputs& out) {
+    const DeviceScope scope(on);
+    check(trm::cuda::sequence_verdict(args, rule, out, scope.stream()), "sequence_verdict");
+  }
 };
 
 }  // namespace

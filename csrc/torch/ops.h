@@ -294,16 +294,16 @@ inline const void* contiguous_data(const Tensor& tensor, ScalarType type, int64_
   return tensor.const_data_ptr();
 }
 
-template <typename Backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor> sequence_reduce(const Tensor& values,
-                                                           const Tensor& positions,
-                                                           const Tensor& token_mask,
-                                                           const Tensor& offsets,
-                                                           const std::optional<Tensor>& order) {
+inline ScalarType value_type(const SequenceArgs& args) {
+  return args.wide ? ScalarType::Double : ScalarType::Float;
+}
+
+inline SequenceArgs describe_sequences(const Tensor& values, const Tensor& positions,
+                                       const Tensor& token_mask, const Tensor& offsets,
+                                       const std::optional<Tensor>& order) {
   SequenceArgs args;
   args.wide = values.scalar_type() == ScalarType::Double;
-  const ScalarType type = args.wide ? ScalarType::Double : ScalarType::Float;
-  args.values = contiguous_data(values, type, -1, "values");
+  args.values = contiguous_data(values, value_type(args), -1, "values");
   args.tokens = values.size(0);
   args.positions = static_cast<const int64_t*>(
       contiguous_data(positions, ScalarType::Long, args.tokens, "positions"));
@@ -317,18 +317,58 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sequence_reduce(const Tensor& values,
     args.order = static_cast<const int64_t*>(
         contiguous_data(*order, ScalarType::Long, args.tokens, "order"));
   }
+  return args;
+}
+
+template <typename Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sequence_reduce(
+    const Tensor& values, const Tensor& positions, const Tensor& token_mask, const Tensor& offsets,
+    const std::optional<Tensor>& order) {
+  const SequenceArgs args = describe_sequences(values, positions, token_mask, offsets, order);
   const std::vector<int64_t> sizes = {args.sequences};
-  Tensor max = empty_on(values, sizes, type);
+  Tensor max = empty_on(values, sizes, value_type(args));
   Tensor position = empty_on(values, sizes, ScalarType::Long);
   Tensor sum = empty_on(values, sizes, ScalarType::Double);
   Tensor count = empty_on(values, sizes, ScalarType::Long);
+  Tensor infinite = empty_on(values, sizes, ScalarType::Long);
   SequenceOutputs out;
   out.max = max.mutable_data_ptr();
   out.position = static_cast<int64_t*>(position.mutable_data_ptr());
   out.sum = static_cast<double*>(sum.mutable_data_ptr());
   out.count = static_cast<int64_t*>(count.mutable_data_ptr());
+  out.infinite = static_cast<int64_t*>(infinite.mutable_data_ptr());
   Backend::reduce(values, args, out);
-  return {max, position, sum, count};
+  return {max, position, sum, count, infinite};
+}
+
+template <typename Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sequence_verdict(
+    const Tensor& values, const Tensor& positions, const Tensor& token_mask, const Tensor& offsets,
+    const std::optional<Tensor>& order, int64_t criterion, double limit, int64_t reason) {
+  const SequenceArgs args = describe_sequences(values, positions, token_mask, offsets, order);
+  STD_TORCH_CHECK(criterion >= 0 && criterion < kCriteria, "trm: unknown criterion ", criterion);
+  const std::vector<int64_t> sizes = {args.sequences};
+  Tensor keep = empty_on(values, sizes, ScalarType::Bool);
+  Tensor code = empty_on(values, sizes, ScalarType::Long);
+  Tensor position = empty_on(values, sizes, ScalarType::Long);
+  Tensor max = empty_on(values, sizes, value_type(args));
+  Tensor mean = empty_on(values, sizes, value_type(args));
+  Tensor sum = empty_on(values, sizes, value_type(args));
+  Tensor statistic = empty_on(values, sizes, ScalarType::Double);
+  Tensor failed = empty_on(values, sizes, ScalarType::Bool);
+  Tensor token_keep = empty_on(values, {args.tokens}, ScalarType::Bool);
+  VerdictOutputs out;
+  out.keep = static_cast<bool*>(keep.mutable_data_ptr());
+  out.reason = static_cast<int64_t*>(code.mutable_data_ptr());
+  out.position = static_cast<int64_t*>(position.mutable_data_ptr());
+  out.max = max.mutable_data_ptr();
+  out.mean = mean.mutable_data_ptr();
+  out.sum = sum.mutable_data_ptr();
+  out.statistic = static_cast<double*>(statistic.mutable_data_ptr());
+  out.failed = static_cast<bool*>(failed.mutable_data_ptr());
+  out.token_keep = static_cast<bool*>(token_keep.mutable_data_ptr());
+  Backend::judge(values, args, {criterion, limit, reason}, out);
+  return {keep, code, position, max, mean, sum, statistic, failed, token_keep};
 }
 
 template <typename Backend, typename Library>
@@ -339,6 +379,7 @@ void register_ops(Library& library) {
   library.impl("divergence_state_merge", TORCH_BOX(&divergence_state_merge<Backend>));
   library.impl("divergence_finish", TORCH_BOX(&divergence_finish<Backend>));
   library.impl("sequence_reduce", TORCH_BOX(&sequence_reduce<Backend>));
+  library.impl("sequence_verdict", TORCH_BOX(&sequence_verdict<Backend>));
 }
 
 }  // namespace trm::binding

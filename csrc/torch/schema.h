@@ -31,9 +31,17 @@ constexpr const char* kSchemas[] = {
     "divergence_finish(Tensor state, int outputs) -> (Tensor, Tensor)",
 
     // per-token values [N] -> per sequence [B]: max (NaN wins), its position (-1 where no token
-    // counts), sum in float64, count; tokens of sequence b are order[offsets[b]:offsets[b + 1]]
+    // counts), sum in float64, count, position of the first infinity (-1 where there is none).
+    // Tokens of sequence b are order[offsets[b]:offsets[b + 1]].
     "sequence_reduce(Tensor values, Tensor positions, Tensor token_mask, Tensor offsets, "
-    "Tensor? order) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? order) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+
+    // the same, every token in one sequence -> what criterion (trm::Criterion) <= limit says of
+    // sequences [B]: keep, reason (a code of trm::Reason, or the given one where it fails),
+    // position, max, mean, sum, statistic in float64, failed; and token_keep [N]
+    "sequence_verdict(Tensor values, Tensor positions, Tensor token_mask, Tensor offsets, "
+    "Tensor? order, int criterion, float limit, int reason) -> (Tensor, Tensor, Tensor, Tensor, "
+    "Tensor, Tensor, Tensor, Tensor, Tensor)",
 };
 
 }  // namespace trm

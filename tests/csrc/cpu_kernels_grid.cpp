@@ -136,8 +136,8 @@ int sequence_cases() {
   const std::vector<int64_t> positions = {4, 3, 2, 1, 0}, offsets = {0, 3, 3, 5};
   const std::unique_ptr<bool[]> mask(new bool[5]{true, true, true, false, true});
   float max[3];
-  int64_t position[3], count[3];
-  double sum[3];
+  int64_t position[3], count[3], infinite[3], reason[3];
+  double sum[3], statistic[3];
   SequenceArgs args;
   args.values = values.data();
   args.positions = positions.data();
@@ -145,11 +145,20 @@ int sequence_cases() {
   args.offsets = offsets.data();
   args.sequences = 3;
   args.tokens = 5;
-  cpu::sequence_reduce(args, {max, position, sum, count}, 0, 3);
+  cpu::sequence_reduce(args, {max, position, sum, count, infinite}, 0, 3);
   if (max[0] != 3.0f || position[0] != 2 || count[1] != 0 || position[1] != -1 || sum[2] != 2.0) {
     fail("a sequence", "-", 5, max[0], 3.0);
   }
-  return 1;
+  float mean[3], total[3];
+  bool keep[3], failed[3], token_keep[5];
+  cpu::sequence_verdict(args, {kCriterionMax, 2.5, 1},
+                        {keep, reason, position, max, mean, total, statistic, failed, token_keep},
+                        0, 3);
+  if (keep[0] || reason[0] != 1 || reason[1] != kReasonEmpty || reason[2] != kReasonKept ||
+      !failed[0] || failed[1] || token_keep[0] || token_keep[3] || !token_keep[4]) {
+    fail("a verdict", "-", 5, static_cast<double>(reason[0]), 1.0);
+  }
+  return 2;
 }
 
 }  // namespace

@@ -52,6 +52,7 @@ std::string hex(uintptr_t value) {
 std::string json(int64_t value) { return std::to_string(value); }
 std::string json(int32_t value) { return std::to_string(value); }
 std::string json(uint32_t value) { return std::to_string(value); }
+std::string json(double value) { return std::to_string(value); }
 std::string json(bool value) { return value ? "true" : "false"; }
 template <typename T>
 std::string json(T* pointer) {
@@ -168,6 +169,29 @@ std::string json(const trm::SequenceOutputs& out) {
       .add("position", out.position)
       .add("sum", out.sum)
       .add("count", out.count)
+      .add("infinite", out.infinite)
+      .done();
+}
+
+std::string json(const trm::VerdictRule& rule) {
+  return Object()
+      .add("criterion", rule.criterion)
+      .add("limit", rule.limit)
+      .add("reason", rule.reason)
+      .done();
+}
+
+std::string json(const trm::VerdictOutputs& out) {
+  return Object()
+      .add("keep", out.keep)
+      .add("reason", out.reason)
+      .add("position", out.position)
+      .add("max", out.max)
+      .add("mean", out.mean)
+      .add("sum", out.sum)
+      .add("statistic", out.statistic)
+      .add("failed", out.failed)
+      .add("token_keep", out.token_keep)
       .done();
 }
 
@@ -189,6 +213,8 @@ std::string argument(const std::string& type, const void* place) {
       {"trm::GradientPlan", read<trm::GradientPlan>},
       {"trm::SequenceArgs", read<trm::SequenceArgs>},
       {"trm::SequenceOutputs", read<trm::SequenceOutputs>},
+      {"trm::VerdictRule", read<trm::VerdictRule>},
+      {"trm::VerdictOutputs", read<trm::VerdictOutputs>},
   };
   const auto found = kReaders.find(type);
   if (found == kReaders.end()) {

@@ -316,11 +316,11 @@ def test_infinities_are_judged_alike(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("ordered", [False, True])
 def test_sequence_reduce(backend, ordered, dtype):
-    lengths = torch.tensor([0, 1, 31, 33, 128, 129, 500])
+    lengths = torch.tensor([0, 1, 31, 33, 256, 257, 600])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     count = int(offsets[-1])
     values = torch.randint(-9, 9, (count,)).to(dtype) / 8  # exact sums, and many ties
-    values[-100], values[300] = NAN, INF
+    values[-100], values[-200], values[300], values[310] = NAN, -INF, INF, -INF
     arguments = dict(
         values=values,
         positions=torch.arange(count) * 2,
@@ -332,6 +332,41 @@ def test_sequence_reduce(backend, ordered, dtype):
     want = Backend("reference")("sequence_reduce", **arguments)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_sequence_verdict(backend, ordered, dtype):
+    """Every reason, every criterion; the lengths around a block, and none."""
+    lengths = torch.tensor([0, 1, 31, 33, 256, 257, 600, 3, 4])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    count = int(offsets[-1])
+    values = torch.randint(-9, 9, (count,)).to(dtype) / 8
+    mask = torch.rand(count) < 0.8
+    order = torch.randperm(count) if ordered else torch.arange(count)
+    values[order[-100]], values[order[-200]] = NAN, -INF
+    values[order[300]], values[order[310]], values[order[200]] = INF, -INF, -INF
+    mask[order[offsets[-2] :]] = False  # no token of the last sequence counts
+    seen = set()
+    for criterion in range(3):
+        for limit in (0.0, 1.0, INF):
+            arguments = dict(
+                values=values,
+                positions=torch.arange(count) * 2,
+                token_mask=mask,
+                offsets=offsets,
+                order=order if ordered else None,
+                criterion=criterion,
+                limit=limit,
+                reason=7,
+            )
+            got = backend("sequence_verdict", **arguments)
+            want = Backend("reference")("sequence_verdict", **arguments)
+            rounded = [w.to(g.dtype).double() for g, w in zip(got, want, strict=True)]
+            for one, other in zip(got, rounded, strict=True):
+                torch.testing.assert_close(one.double(), other, rtol=0, atol=0, equal_nan=True)
+            seen.update(want[1].tolist())
+    assert seen == {0, 2, 3, 4, 7}
 
 
 def test_a_state_does_not_look_at_diagnostic_bits(one_backend):

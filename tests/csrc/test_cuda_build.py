@@ -23,7 +23,7 @@ REGISTERS = {
     r"stream_divergence_kernel<\w+, \w+, false, false, false>": 80,
     r"stream_gradient_kernel": 80,
     r"stream_divergence_kernel": 128,  # 512 threads: at least 24 KiB; these do more per byte
-    r"sequence_reduce_kernel": 64,
+    r"sequence_(reduce|verdict)_kernel": 64,
     r"diagnostics_kernel|token_divergence_backward_kernel": 80,
     r"": 128,  # merges in float64, and the generic kernels: 512 threads
 }

@@ -32,8 +32,9 @@ STATISTICS, STATE = 8, 14
 FEW, MANY, VOCAB = 8, 8192, 151936
 
 # The mask's cost beside its sweep over the logits: launches over tokens or sequences, by us and by
-# torch. More would be a regression; views launch nothing.
-REDUCTIONS, TORCH_OPS = 4, 39
+# torch. More would be a regression; views launch nothing. Torch's are a padded layout's positions
+# made contiguous, the zeros of `capped`, and temperatures.
+REDUCTIONS, TORCH_OPS = 1, 3
 VIEWS = re.compile(r"aten\.(view|detach|unbind|select|expand|alias|_unsafe_view|unsqueeze)\.")
 
 # All that may happen during an op. Nothing here waits, copies, allocates or initialises.
@@ -179,6 +180,11 @@ def reduce(tokens, sequences, dtype=FP32, ordered=False):
     }
 
 
+def judge(tokens, sequences, dtype=FP32, ordered=False):
+    given = {"criterion": 0, "limit": 0.02, "reason": 1}
+    return "trm::sequence_verdict", reduce(tokens, sequences, dtype, ordered)[1] | given
+
+
 def rows(count, dtype=BF16, vocab=VOCAB, **view):
     return Pretend(dtype, (count, vocab), **view)
 
@@ -285,10 +291,15 @@ CASES = {
     "merge in fp64": (merge(2, 1, FP64), [("state_merge_kernel<double>", 1)]),
     "finish": (finish(1000), [("finish_kernel<float>", 8)]),
     "finish in fp64": (finish(129, FP64), [("finish_kernel<double>", 2)]),
-    "sequences": (reduce(MANY, 70000), [("sequence_reduce_kernel<128>", 70000)]),
+    "sequences": (reduce(MANY, 70000), [("sequence_reduce_kernel<256>", 70000)]),
     "sequences in pieces, fp64": (
         reduce(100, 7, FP64, ordered=True),
-        [("sequence_reduce_kernel<128>", 7)],
+        [("sequence_reduce_kernel<256>", 7)],
+    ),
+    "verdict": (judge(MANY, 70000), [("sequence_verdict_kernel<256>", 70000)]),
+    "verdict in pieces, fp64": (
+        judge(100, 7, FP64, ordered=True),
+        [("sequence_verdict_kernel<256>", 7)],
     ),
 }
 NOTHING_TO_DO = {
@@ -304,6 +315,7 @@ NOTHING_TO_DO = {
     "merge": merge(3, 0),
     "finish": finish(0),
     "sequences": reduce(0, 0),
+    "verdict": judge(0, 0),
 }
 
 
@@ -388,7 +400,16 @@ class TestMemory:
         given = ("values", "positions", "token_mask", "offsets", "order")
         assert [args[name] for name in given] == [f"{name}+0" for name in given]
         assert [args["tokens"], args["sequences"]] == [100, 7]
-        assert [*out.values()] == found.results == [f"allocation {i}+0" for i in range(4)]
+        assert [*out.values()] == found.results == [f"allocation {i}+0" for i in range(5)]
+
+        found = record(*judge(100, 7, ordered=True))
+        args, out = (argument(found.launches[0], k) for k in ("SequenceArgs", "VerdictOutputs"))
+        assert [args[name] for name in given] == [f"{name}+0" for name in given]
+        rule = argument(found.launches[0], "VerdictRule")
+        assert rule == {"criterion": 0, "limit": 0.02, "reason": 1}
+        assert [*out.values()] == found.results == [f"allocation {i}+0" for i in range(9)]
+        sizes = [event["bytes"] for event in found.calls("allocate")]
+        assert sizes == [7, 56, 56, 28, 28, 28, 56, 7, 100]
 
 
 class TestSizes:
@@ -432,7 +453,8 @@ class TestSizes:
     def test_any_number_of_rows_is_on_grid_x(self, record, count):
         """All rows are one: whether a kernel streams them or not, each has a block."""
         x = Pretend(BF16, (count, 8), (0, 1))
-        for call in (forward(x), backward(x), finish(count), merge(2, count), reduce(1, count)):
+        sequences = reduce(1, count), judge(1, count)
+        for call in (forward(x), backward(x), finish(count), merge(2, count), *sequences):
             found = record(*call)
             check_execution(found)
             threads = found.launches[0]["block"][0]
@@ -444,7 +466,7 @@ class TestSizes:
     def test_more_rows_than_a_grid_has_are_refused(self, record, count):
         """Not wrapped: 2**32 + 5 rows are not 5."""
         x = Pretend(BF16, (count, 8), (0, 1))
-        for call in (forward(x), backward(x), reduce(1, count)):
+        for call in (forward(x), backward(x), reduce(1, count), judge(1, count)):
             found = record(*call)
             assert found.error is not None
             assert f"{call[0]}: invalid configuration argument" in found.error
@@ -496,7 +518,7 @@ class TestWholeCalls:
         sweep = ["stream_divergence_kernel"] + ["merge_regions_kernel"] * (tokens < 264)
         reductions = names[len(sweep) :]
         assert names[: len(sweep)] == sweep
-        assert reductions == ["sequence_reduce_kernel"] * REDUCTIONS
+        assert reductions == ["sequence_verdict_kernel"] * REDUCTIONS
         args = argument(first.launches[0], "DivergenceArgs")
         assert args["token_mask"]["data"] == "token_mask+0"
         # Whoever else is handed the logits' addresses: a select that only looks at the shape.

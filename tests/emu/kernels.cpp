@@ -265,9 +265,36 @@ void state_merge_finish(int64_t vocab) {
   same_bits("merged " + key, merged.data(), merged.bytes());
 }
 
+// The same tokens judged: what the kernel writes is what one lane writes from the statistics.
+void verdicts(const trm::SequenceArgs& args, const trm::VerdictRule& rule, size_t count,
+              size_t tokens) {
+  Heap<bool> keep(count), failed(count), token_keep(tokens);
+  Heap<int64_t> reason(count), position(count);
+  Heap<float> max(count), mean(count), sum(count);
+  Heap<double> statistic(count);
+  const trm::VerdictOutputs out = {keep.data(),      reason.data(), position.data(),
+                                   max.data(),       mean.data(),   sum.data(),
+                                   statistic.data(), failed.data(), token_keep.data()};
+  trm::emu::Buffers buffers;
+  trm::emu::verdict_buffers(buffers, args, out);
+  expect(trm::cuda::sequence_verdict(args, rule, out, nullptr) == cudaSuccess, "launch");
+  buffers.finish();
+  for (size_t i = 0; i < count; ++i) {
+    trm::SequenceStatistics want;
+    for (int64_t t = args.offsets[i]; t < args.offsets[i + 1]; ++t) trm::add_indexed(args, t, want);
+    const std::string where = " of sequence " + std::to_string(i);
+    expect(reason[i] == trm::reason_of(want, rule), "reason" + where);
+    expect(keep[i] == trm::is_kept(reason[i]), "keep" + where);
+    for (int64_t t = args.offsets[i]; t < args.offsets[i + 1]; ++t) {
+      expect(token_keep[static_cast<size_t>(t)] == (keep[i] && args.token_mask[t]),
+             "token" + where);
+    }
+  }
+}
+
 // Sequences of every length around a warp and a block; NaN wins, ties go to the earlier token.
 void sequences() {
-  const std::vector<int64_t> lengths = {0, 1, 31, 33, 128, 129, 500};
+  const std::vector<int64_t> lengths = {0, 1, 31, 33, 256, 257, 600};
   std::vector<int64_t> ends = {0};
   for (const int64_t length : lengths) ends.push_back(ends.back() + length);
   const auto count = lengths.size();
@@ -275,7 +302,8 @@ void sequences() {
   trm::emu::set_shape("sequences=7 tokens=" + std::to_string(tokens));
   Heap<float> values(tokens), max(count);
   Heap<bool> mask(tokens, true);
-  Heap<int64_t> positions(tokens), offsets(count + 1), position(count), number(count);
+  Heap<int64_t> positions(tokens), offsets(count + 1), position(count), number(count),
+      infinite(count);
   Heap<double> sum(count);
   for (size_t t = 0; t < tokens; ++t) {
     values[t] = static_cast<float>(std::floor(8 * noise(0, static_cast<int64_t>(t), 3)));
@@ -284,6 +312,8 @@ void sequences() {
   }
   values[tokens - 100] = std::nanf("");
   mask[tokens - 100] = true;
+  values[tokens - 700] = -trm::infinity<float>();
+  mask[tokens - 700] = true;
   for (size_t i = 0; i <= count; ++i) offsets[i] = ends[i];
   trm::SequenceArgs args;
   args.values = values.data();
@@ -292,11 +322,14 @@ void sequences() {
   args.offsets = offsets.data();
   args.sequences = static_cast<int64_t>(count);
   args.tokens = static_cast<int64_t>(tokens);
-  const trm::SequenceOutputs out = {max.data(), position.data(), sum.data(), number.data()};
-  trm::emu::Buffers buffers;
-  trm::emu::sequence_buffers(buffers, args, out);
-  expect(trm::cuda::sequence_reduce(args, out, nullptr) == cudaSuccess, "launch");
-  buffers.finish();
+  const trm::SequenceOutputs out = {max.data(), position.data(), sum.data(), number.data(),
+                                    infinite.data()};
+  {
+    trm::emu::Buffers buffers;
+    trm::emu::sequence_buffers(buffers, args, out);
+    expect(trm::cuda::sequence_reduce(args, out, nullptr) == cudaSuccess, "launch");
+    buffers.finish();
+  }
   for (size_t i = 0; i < count; ++i) {
     trm::SequenceStatistics want;
     for (int64_t t = ends[i]; t < ends[i + 1]; ++t) {
@@ -304,9 +337,13 @@ void sequences() {
     }
     const std::string where = " of sequence " + std::to_string(i);
     expect(number[i] == want.count && position[i] == want.position, "count, position" + where);
+    expect(infinite[i] == want.infinite, "infinity" + where);
     const bool nan = want.max != want.max;
     expect(nan ? max[i] != max[i] : max[i] == want.max, "maximum" + where);
     expect(nan ? sum[i] != sum[i] : sum[i] == want.sum, "sum" + where);  // of small integers
+  }
+  for (int64_t criterion = 0; criterion < trm::kCriteria; ++criterion) {
+    verdicts(args, {criterion, 3.0, 1}, count, tokens);
   }
 }
 

@@ -11,11 +11,11 @@ INF, NAN = float("inf"), float("nan")
 
 
 def layouts(name):
-    lengths = [0, 1, 31, 33, 128, 129, 500]
+    lengths = [0, 1, 31, 33, 256, 257, 600]
     yield "packed", trm.SequenceLayout.from_lengths(torch.tensor(lengths, device=name))
     yield (
         "padded",
-        trm.SequenceLayout.from_lengths(torch.tensor(lengths, device=name), padded_length=512),
+        trm.SequenceLayout.from_lengths(torch.tensor(lengths, device=name), padded_length=600),
     )
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(9, 300, generator=generator) < 0.6

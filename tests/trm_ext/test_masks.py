@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trm_ext as trm
 from tests.quoted import quoted
@@ -358,6 +359,68 @@ def test_each_criterion_on_every_layout(criterion, seed):
             assert not found.token_keep[~layout.token_mask].any()
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("text", ("max_kl<=0.5", "mean_kl<=0.4", "sum_kl<=1.5", "max_tv<=0.5"))
+def test_one_limit_is_judged_like_several_criteria(text, dtype):
+    """Alone it is one op; beside one that says nothing new, Python puts the verdict together."""
+    packed, kl, other = batch(4)
+    kl[::7], kl[3::11], other[5::13], other[9::17] = NAN, INF, -INF, NAN
+    reasons = set()
+    for exact in ({"kl", "tv"}, {"tv"} if "tv" in text else {"kl"}):
+        for name, (layout, move) in layouts(packed, NAN).items():
+            given = {"kl": move(kl.to(dtype)), "tv": move(other.to(dtype))}
+            given = {key: value for key, value in given.items() if key in exact}
+            alone = trm.verdict(text, layout, divergence=given)
+            again = f"{text} & {text.partition('<')[0]}<=inf"
+            several = trm.verdict(again, layout, divergence=given)
+            reasons.update(alone.reason.tolist())
+            for field, one, two in zip(alone._fields, alone, several, strict=True):
+                two = two[:1] if field in ("statistics", "failed") else two
+                assert one.dtype == two.dtype, field
+                torch.testing.assert_close(
+                    one,
+                    two,
+                    rtol=0,
+                    atol=0,
+                    equal_nan=True,
+                    msg=lambda m, n=(name, field): f"{n} {m}",
+                )
+    assert {Reason.KEPT, Reason.NON_FINITE, Reason.SUPPORT, Reason.EMPTY} <= reasons
+    assert len(reasons) == 5, "some sequence is beyond the limit"
+
+
+class Launches(TorchDispatchMode):
+    """Counts the calls of our ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "trm":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("text", "launches"),
+    (
+        ("max_kl<=0.02", ["sequence_verdict"]),
+        ("sum_kl<=0.02", ["sequence_verdict"]),
+        ("max_kl<=0.02 & mean_kl<=0.001 & sum_kl<=1", ["sequence_reduce"]),
+        # log_ratio, |log_ratio| and the kl that a verdict reports
+        ("0.9<=geo_ratio<=1.1 & seq_ratio<=5", ["sequence_reduce"] * 3),
+        # k3, and the log_ratio that must be finite
+        ("max_k3<=1 & mean_kl<=1", ["sequence_reduce"] * 3),
+    ),
+)
+def test_no_values_are_reduced_twice(text, launches):
+    packed, kl, ratio = batch(0)
+    with Launches() as seen:
+        trm.verdict(text, packed, divergence={"kl": kl}, log_ratio=ratio)
+    assert seen.names == launches
+
+
 def test_all_criteria_must_hold_and_the_first_one_that_fails_is_named():
     layout = SequenceLayout.from_lengths([2, 2, 2, 2])
     kl = torch.tensor([0.1, 0.2, 0.9, 0.0, 0.3, 0.3, 0.9, 0.9])
@@ -686,9 +749,10 @@ def test_no_criterion_waits_for_the_device():
     assert found.statistics.shape == (len(CRITERIA), 2)
 
 
-def test_every_criterion_compiles_in_one_graph():
-    text = " & ".join(map(str, CRITERIA))
-
+@pytest.mark.parametrize(
+    "text", (" & ".join(map(str, CRITERIA)), "max_kl<=0.5"), ids=("all", "one")
+)
+def test_criteria_compile_in_one_graph(text):
     def judge(kl, lr, mask):
         layout = SequenceLayout.from_mask(mask)
         return trm.verdict(text, layout, divergence={"kl": kl}, log_ratio=lr)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trm_ext import reference
+from trm_ext import Reason, reference
 from trm_ext._ops.divergence_state import STATE_COLUMNS
+from trm_ext._ops.sequence_verdict import CRITERIA
 from trm_ext._ops.token_divergence import STATISTICS
 from trm_ext.outputs import OUTPUTS, VALUES, encode
 from trm_ext.reference.divergence_state import _moved as moved
@@ -75,6 +76,11 @@ def _sequence_reduce():
             yield values, torch.arange(5), mask, torch.tensor([0, 2, 2, 5]), grouped
 
 
+def _sequence_verdict():
+    for number, arguments in enumerate(_sequence_reduce()):
+        yield (*arguments, number % 3, 0.5, 1)
+
+
 SAMPLES = {
     "token_divergence": _token_divergence,
     "token_divergence_backward": _token_divergence_backward,
@@ -82,6 +88,7 @@ SAMPLES = {
     "divergence_state_merge": _divergence_state_merge,
     "divergence_finish": _divergence_finish,
     "sequence_reduce": _sequence_reduce,
+    "sequence_verdict": _sequence_verdict,
 }
 
 
@@ -184,6 +191,15 @@ def test_constants_mirror_csrc():
     assert snake.index("values") == len(VALUES)
     assert len(members("StateColumn")) - 1 == STATE_COLUMNS
     assert len(members("Statistic")) - 1 == STATISTICS
+
+    header = (CSRC / "include/trm/sequence_reduce.h").read_text()
+    body = re.search(r"enum Criterion : int64_t {(.*?)}", header, re.DOTALL).group(1)
+    assert re.findall(r"kCriterion(\w+)", body) == [name.title() for name in CRITERIA]
+    body = re.search(r"enum Reason : int64_t {(.*?)}", header, re.DOTALL).group(1)
+    codes = dict(re.findall(r"kReason(\w+) = (\d+)", body))
+    assert len(codes) == 4
+    for name, code in codes.items():
+        assert Reason[re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()] == int(code)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,11 @@ from trm_ext import _lib
 
 _lib.load_all()
 
-from trm_ext._ops import divergence_state, sequence_reduce, token_divergence  # noqa: E402
+from trm_ext._ops import (  # noqa: E402
+    divergence_state,
+    sequence_reduce,
+    sequence_verdict,
+    token_divergence,
+)
 
-__all__ = ["divergence_state", "sequence_reduce", "token_divergence"]
+__all__ = ["divergence_state", "sequence_reduce", "sequence_verdict", "token_divergence"]

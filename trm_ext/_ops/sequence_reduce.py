@@ -11,12 +11,13 @@ from trm_ext._ops._refusal import refuse_autograd
 
 def _sequence_reduce_fake(
     values: Tensor, positions: Tensor, token_mask: Tensor, offsets: Tensor, order: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     shape = (offsets.shape[0] - 1,)
     return (
         values.new_empty(shape),
         values.new_empty(shape, dtype=torch.int64),
         values.new_empty(shape, dtype=torch.float64),
+        values.new_empty(shape, dtype=torch.int64),
         values.new_empty(shape, dtype=torch.int64),
     )
 
