@@ -15,13 +15,15 @@
 namespace trm::cpu::float_row {
 namespace {
 
-constexpr int64_t kRunColumns = 8192;    // columns between flushes to double
+constexpr int64_t kRunColumns = 16384;   // columns between flushes to double
 constexpr int64_t kMomentColumns = 512;  // the same in the second sweep: one chain per lane
 constexpr int64_t kLookColumns = 1024;   // maxima of so many columns make a frame
 constexpr int64_t kFirstColumns = 1024;  // a run whose shift is only that of the maxima is short
 constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean log-ratio stays
-// The part of G/S that may be (L - c)^2 / 2 and not KL: with more, a run is summed again.
-constexpr double kShiftShare = 0.8;
+// How many times the slice's KL the shift's doing, (L - c)^2 / 2, may be: with more than the first,
+// a run is summed again; with more than the second, the next one gets another frame.
+constexpr double kMostExcess = 4.0;
+constexpr double kFrameExcess = 1.0;
 constexpr double kLog2e = 1.4426950408889634;
 // How far a logit may stand above its frame, see frame_slack(), in powers of 2.
 constexpr float kSlack = static_cast<float>(frame_slack<float>() * kLog2e);
@@ -229,23 +231,32 @@ double mean_log_ratio(const DivergenceState<double>& state) {
   return std::fabs(log_ratio) < infinity<double>() ? log_ratio : state.shift;
 }
 
-// How far a state's shift is from its mean log-ratio, and what that costs.
-struct ShiftQuality {
-  double share = 0;    // the part of G/S, or of R/S, that is the shift's doing and not KL's
+// What a state's gaps G and R are made of: the two divergences, and what comes of a shift that is
+// not the mean log-ratio; each times the mass of its policy, in the units of the state's frame.
+struct ShiftEffect {
+  double kl = 0, kl_train = 0;
+  double excess = 0, excess_train = 0;
   bool blurs = false;  // one token holds the mass, and L - c dwarfs its log-ratio to the mean, ~ KL
 
-  explicit ShiftQuality(const DivergenceState<double>& state) {
+  ShiftEffect() = default;
+  explicit ShiftEffect(const DivergenceState<double>& state) {
+    if (!state.has_both()) return;
     const double mass = state.near_mass + state.far_mass;
     const double train_excess = state.far_train - state.far_mass;
     const double b = ((state.near_gap - state.near_first) + train_excess) / mass;
-    const double gap = (state.near_gap + (train_excess + state.far_first)) / mass;
-    if (!(std::fabs(b) > kShiftKept)) return;
-    const double from_shift = b - std::log1p(b);
-    share = from_shift / gap;
+    const bool matters = std::fabs(b) > kShiftKept;
+    // b - log1p(b) and (1 + b) log1p(b) - b; below 1/4 their first Pade forms, good to a percent.
+    const bool small = std::fabs(b) < 0.25;
+    const double half = 0.5 * b * b;
+    const double from_shift = mass * (small ? half / (1.0 + b * (2.0 / 3.0)) : b - std::log1p(b));
+    kl = (state.near_gap + (train_excess + state.far_first)) - from_shift;
+    excess = matters ? from_shift : 0.0;
     if (state.has(kCarriesTrainGap)) {
-      share = std::max(share, xlogx_gap(b) / (state.train_gap / mass));
+      const double from_shift_train = mass * (small ? half / (1.0 + b / 3.0) : xlogx_gap(b));
+      kl_train = state.train_gap - from_shift_train;
+      excess_train = matters ? from_shift_train : 0.0;
     }
-    blurs = mass > 0.9 && mass < 1.2 && std::fabs(b) > 4.0 * (gap - from_shift);
+    blurs = matters && mass > 0.9 && mass < 1.2 && std::fabs(b) * mass > 4.0 * kl;
   }
 };
 
@@ -254,6 +265,7 @@ class Slice {
  public:
   Slice(const DivergenceArgs& args, int64_t row, SliceRange range)
       : columns_(args, row),
+        begin_(range.begin),
         column_(range.begin),
         end_(range.end),
         carried_(carried_by(args.outputs)),
@@ -273,9 +285,10 @@ class Slice {
         if (columns_.are_too_large(maxima_)) return false;
       }
       const int64_t begin = column_;
+      const bool looked = looks;
       looks = add_part(looks);
       // A frame of the maxima covers at least its first column; if rounding denies it, go wide.
-      if (column_ == begin) return total_.has(kNonFinite);
+      if (column_ == begin && looked) return total_.has(kNonFinite);
     }
     return true;
   }
@@ -316,12 +329,32 @@ class Slice {
     return state;
   }
 
+  // Whether a frame's shift costs digits that the slice's divergences cannot spare. Those are at
+  // least the sum of its parts': columns that join others only add to KL times mass.
+  bool spoils(const DivergenceState<double>& state, const ShiftEffect& effect,
+              const ShiftEffect& beside, double most) const {
+    if (effect.excess == 0.0 && effect.excess_train == 0.0) return false;
+    double kl = effect.kl + beside.kl, kl_train = effect.kl_train + beside.kl_train;
+    if (total_.has_both()) {
+      const double unit = total_.max_rollout - state.max_rollout;
+      kl += settled_.kl * (unit == 0.0 ? 1.0 : std::exp(unit));
+      if (extra_ & kRunTrainGap) {
+        kl_train += settled_.kl_train * std::exp(unit - (total_.shift - state.shift));
+      }
+    }
+    return effect.excess > most * kl || effect.excess_train > most * kl_train;
+  }
+
   // In the frame of the maxima: the mean log-ratio of a part without the heavy tokens is no frame
   // for those, once a state is stored in floats.
   void join(DivergenceState<double> part) {
     if (part.has_both()) move_to(part, columns_.state_frame(columns_.frame(maxima_)));
     total_ = merge(total_, part);
+    settled_ = ShiftEffect(total_);
   }
+
+  // A run is at most twice as long as what is summed already: its shift is that of those columns.
+  int64_t longest() const { return std::clamp(2 * (column_ - begin_), kFirstColumns, kRunColumns); }
 
   // Columns that one frame covers; whether the next frame needs maxima from further on. New maxima
   // give the shift too: where one is a token that holds the mass, exactly.
@@ -329,9 +362,10 @@ class Slice {
     const RunFrame frame = seen() == 0      ? RunFrame{}
                            : has_new_maxima ? columns_.frame(maxima_)
                                             : columns_.frame(maxima_, mean_log_ratio(total_));
-    int64_t most = has_new_maxima ? kFirstColumns : kRunColumns;
+    int64_t most = has_new_maxima ? kFirstColumns : longest();
     DivergenceState<double> part = fresh(frame);
-    bool covered = true, moves = false;
+    ShiftEffect joined;  // of the part
+    bool covered = true, moves = false, alone = true;
     while (covered && !moves && column_ < end_) {
       const int64_t count = std::min(most, end_ - column_);
       RunSums sums;
@@ -341,31 +375,35 @@ class Slice {
         return false;
       }
       const DivergenceState<double> piece = state_of(frame, sums);
-      const ShiftQuality quality(piece);
-      if (quality.share > kShiftShare || quality.blurs) {
+      const ShiftEffect effect(piece);
+      if (effect.blurs || spoils(piece, effect, joined, kMostExcess)) {
         const RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
         consumed = run(better, count, sums);
         join(state_of(better, sums));
         moves = true;
       } else {
         add(part, sums);
-        moves = ShiftQuality(part).share > kShiftShare;
+        joined = alone ? effect : ShiftEffect(part);
+        alone = false;
+        moves = spoils(part, joined, {}, kFrameExcess);
       }
       covered = consumed == count;
       column_ += consumed;
-      most = kRunColumns;
+      most = longest();
     }
     join(part);
     return !covered;
   }
 
   RowColumns columns_;
+  const int64_t begin_;
   int64_t column_;
   const int64_t end_;
   const uint32_t carried_;
   const int extra_;
   RunMaxima maxima_ = {-infinity<float>(), -infinity<float>()};
   DivergenceState<double> total_;
+  ShiftEffect settled_;  // of the total
 };
 
 }  // namespace

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The runs of row_runs.h over the Simd that the including file chose. Formulas: divergence_state.h.
 // Hot path per block of near columns (|u| <= 1/2, inside the frame): one exponential, one
-// polynomial and three sums per vector, two compares. A block with other columns (far, -inf) pays a
-// second exponential; NaN, +inf or a frame that no longer covers ends the run.
+// polynomial and three sums per vector, two compares. Log-ratios up to 8 cost a rounding and a
+// scale more, others (and -inf) a second exponential; NaN, +inf or a frame that no longer covers
+// ends the run.
 #pragma once
 
 #include <algorithm>
-#include <optional>
 
 #include "cpu/row_runs.h"
 #include "trm/polynomials.h"
@@ -32,6 +32,9 @@ struct Two {
 };
 
 inline Vector fma(Vector a, Vector b, Vector c) { return Simd::fma(a, b, c); }
+inline Two fma(const Two& a, const Two& b, const Two& c) {
+  return {Simd::fma(a.a, b.a, c.a), Simd::fma(a.b, b.b, c.b)};
+}
 inline Two fma(const Two& a, const Two& b, Vector c) {
   return {Simd::fma(a.a, b.a, c), Simd::fma(a.b, b.b, c)};
 }
@@ -208,6 +211,16 @@ inline Two load_block(const T* place) {
   return out;
 }
 
+// Asks for a block that the loop reaches half a page later: the processor's own prefetch stops at
+// the end of a page, and brings lines no nearer than the second cache.
+template <typename T>
+inline void prefetch_block(const T* place) {
+  constexpr int64_t kAhead = 2048;  // bytes
+  constexpr int64_t kBytes = 2 * Simd::kLanes * sizeof(T);
+  const char* const from = reinterpret_cast<const char*>(place) + kAhead;
+  for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(from + line);
+}
+
 template <bool kSplit, typename T>
 inline void store_block(T* place, const Two& value) {
   if constexpr (kSplit) {
@@ -271,6 +284,26 @@ struct Sums {
     rollout_log = Simd::fma(weight, log_weight, rollout_log);
     const Vector mass = Simd::fma(moment, Simd::sub(ratio, Simd::broadcast(1.0f)), weight);
     train_log = Simd::fma(mass, Simd::sub(log_weight, pair.u), train_log);
+  }
+
+  // Columns of log-ratios up to kClose; mass is the train side's. The sums are the near ones: for
+  // any u, w psi(u) = mass - w + w u.
+  void add_close(const Pair& pair, Mask near, Vector weight, Vector ratio, Vector mass) {
+    const Vector moment = Simd::mul(weight, pair.u);
+    near_mass = Simd::add(near_mass, weight);
+    near_first = Simd::add(near_first, moment);
+    const Vector far_gap = Simd::fma(weight, pair.u, Simd::sub(mass, weight));
+    near_gap = Simd::add(near_gap, Simd::mul_where(near, moment, ratio, far_gap));
+    if constexpr (kTrainGap) {
+      const Vector near_part = Simd::mul(moment, chi_over_u(pair.u, ratio));
+      const Vector far_part = Simd::sub(weight, Simd::fma(mass, pair.u, mass));
+      train_gap = Simd::add(train_gap, Simd::select(near, near_part, far_part));
+    }
+    if constexpr (kEntropy) {
+      const Vector log_weight = Simd::mul(pair.power, Simd::broadcast(kLn2));
+      rollout_log = Simd::fma(weight, log_weight, rollout_log);
+      train_log = Simd::fma(mass, Simd::sub(log_weight, pair.u), train_log);
+    }
   }
 
   // Any columns that the frame covers; none is NaN or +inf. `extreme`: one of them is -inf, or a
@@ -360,6 +393,9 @@ struct Sums {
   }
 };
 
+// Which loop a run's next block belongs to.
+enum class Loop { kNear, kClose, kAny, kTruncated };
+
 // The run's inputs and constants.
 template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
 struct Run {
@@ -377,8 +413,11 @@ struct Run {
   const Vector bound = Simd::constant(kClose);
   const Vector minus_log2e = Simd::constant(-1.44269504f);
   const Vector one = Simd::constant(1.0f);
+  const Vector ln2 = Simd::constant(kLn2);
+  const Vector to_integer = Simd::constant(0x1.8p23f);  // added and subtracted, it rounds
+  const Vector zero = Simd::constant(0.0f);
 
-  explicit Run(const RunArgs& args)
+  [[gnu::always_inline]] explicit Run(const RunArgs& args)
       : rollout(static_cast<const Rollout*>(args.rollout)),
         train(static_cast<const Train*>(args.train)),
         count(args.count),
@@ -388,6 +427,10 @@ struct Run {
 
   Two rollout_block(int64_t column) const { return load_block<kSplit>(rollout + column); }
   Two train_block(int64_t column) const { return load_block<kSplit>(train + column); }
+  void prefetch(int64_t column) const {
+    prefetch_block(rollout + column);
+    prefetch_block(train + column);
+  }
   Pair pair(Vector x, Vector y) const { return columns.template pair<kResidue>(x, y); }
 
   // On where the frame covers both.
@@ -403,12 +446,35 @@ struct Run {
     return Simd::less(Simd::add(Simd::add(x.a, x.b), Simd::add(y.a, y.b)), infinite);
   }
 
-  // Adds any block; how many of its columns are not near. Up to |u| = kClose the train side's mass
-  // is w exp(-u): B and G subtract it from w, and two rounded exponentials would differ by more
-  // than they are worth.
   template <int kExtra>
-  int add_any(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& train_power,
-              bool extreme) const {
+  void add_near(Sums<kExtra>& sums, const Pair& a, const Pair& b) const {
+    const Two weight = poly.exp2(Two{a.power, b.power});
+    sums.add_near(a, b, weight, poly.psi_over_u(Two{a.u, b.u}));
+  }
+
+  // Adds a block of log-ratios up to kClose. One polynomial gives psi(u) of the near and, with
+  // u = v - k ln 2, exp(-u) = 2^k (1 - v + psi(v)) of the others.
+  template <int kExtra>
+  void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& power) const {
+    const Two weight = poly.exp2(Two{a.power, b.power});
+    const Two k = {Simd::sub(Simd::add(power.a, to_integer), to_integer),
+                   Simd::sub(Simd::add(power.b, to_integer), to_integer)};
+    const Two v = fma(k, Two{ln2, ln2}, Two{a.u, b.u});
+    const Two ratio = poly.psi_over_u(v);
+    const Two factor = fma(v, ratio, Two{Simd::sub(one, v.a), Simd::sub(one, v.b)});
+    const Two product = mul(weight, factor);
+    const Two mass = {Simd::scale(product.a, k.a), Simd::scale(product.b, k.b)};
+    const Mask near_a = Simd::equal(k.a, zero), near_b = Simd::equal(k.b, zero);
+    sums.add_close(a, near_a, weight.a, ratio.a, mass.a);
+    sums.add_close(b, near_b, weight.b, ratio.b, mass.b);
+  }
+
+  // Adds any block; the loop for the next one. Up to |u| = kClose the train side's mass is
+  // w exp(-u): B and G subtract it from w, and two rounded exponentials would differ by more than
+  // they are worth.
+  template <int kExtra>
+  Loop add_any(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& train_power,
+               bool extreme) const {
     const Mask near_a = Simd::less_equal(Simd::abs(a.u), limit);
     const Mask near_b = Simd::less_equal(Simd::abs(b.u), limit);
     const Two weight = poly.exp2(Two{a.power, b.power});
@@ -421,138 +487,214 @@ struct Run {
     const Two ratio = poly.psi_over_u(Two{a.u, b.u});
     sums.add_any(a, near_a, weight.a, ratio.a, train_power.a, mass.a, extreme);
     sums.add_any(b, near_b, weight.b, ratio.b, train_power.b, mass.b, extreme);
-    return int(kBlock) - Simd::count(near_a) - Simd::count(near_b);
+    if (extreme) {
+      const Vector nothing = Simd::broadcast(-kInf);
+      const int held =
+          Simd::count(Simd::less(nothing, a.rollout)) + Simd::count(Simd::less(nothing, b.rollout));
+      return 4 * held <= kBlock ? Loop::kTruncated : Loop::kAny;
+    }
+    return Simd::all(Simd::both(close_a, close_b)) ? Loop::kClose : Loop::kAny;
   }
 };
 
-// What a truncated rollout (top-p: most of it -inf) takes: the columns that it lacks are train mass
-// and no more; the few that it has wait until they fill a block.
+// Columns that wait, widened to floats, until there are enough for a loop of their own.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
-class Truncated {
+class Queue {
  public:
-  explicit Truncated(const RunArgs& args) : args_(args) {}
+  explicit Queue(const RunArgs& args) : args_(args) {}
 
-  // Blocks from this column on of which the rollout has a quarter at most and the train side all;
-  // the first column not consumed.
-  [[gnu::noinline]] int64_t run(int64_t column) {
-    if (!sums_) sums_.emplace();
+  // The columns of the masks; all finite, and covered by the frame.
+  void keep(const Two& x, const Two& y, Mask a, Mask b) {
+    const int64_t between = waiting_ + Simd::keep(rollout_ + waiting_, x.a, a);
+    Simd::keep(train_ + waiting_, y.a, a);
+    waiting_ = between + Simd::keep(rollout_ + between, x.b, b);
+    Simd::keep(train_ + between, y.b, b);
+    if (waiting_ > kMost) add_waiting();
+  }
+
+  bool was_used() const { return used_ || waiting_ > 0; }
+
+  // Adds what still waits; the sums of all that ever did.
+  [[gnu::noinline]] const Sums<kExtra>& finish() {
+    const int64_t whole = (waiting_ + kBlock - 1) / kBlock * kBlock;
+    for (int64_t i = waiting_; i < whole; ++i) rollout_[i] = train_[i] = -kInf;
+    const bool padded = whole > waiting_;
+    waiting_ = whole;
+    add_waiting(padded);
+    return sums_;
+  }
+
+ private:
+  static constexpr int64_t kBlock = 2 * Simd::kLanes;
+  static constexpr int64_t kMost = kChain / 2 * kBlock;
+
+  // All whole blocks; `padded`: the last one's end is -inf.
+  [[gnu::noinline]] void add_waiting(bool padded = false) {
     const Run<Rollout, Train, kScale, kResidue> run(args_);
-    const Vector nothing = Simd::constant(-kInf);
-    Sums<kExtra> sums;
-    for (int64_t end = column + kStretch; column + kBlock <= run.count; column += kBlock) {
-      if (column >= end) {
-        sums_->join(sums);
-        sums = {};
-        end = column + kStretch;
+    Sums<kExtra> here;
+    int64_t column = 0;
+    for (; column + kBlock <= waiting_; column += kBlock) {
+      const Two x = load_block<false>(rollout_ + column), y = load_block<false>(train_ + column);
+      const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
+      const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
+      run.add_any(here, a, b, train_power, padded && column + kBlock == waiting_);
+    }
+    sums_.join(here);
+    used_ = true;
+    for (float* from : {rollout_, train_}) {
+      store_block<false>(from, load_block<false>(from + column));
+    }
+    waiting_ -= column;
+  }
+
+  const RunArgs& args_;
+  Sums<kExtra> sums_;
+  bool used_ = false;
+  int64_t waiting_ = 0;
+  alignas(64) float rollout_[kMost + 3 * kBlock];
+  alignas(64) float train_[kMost + 3 * kBlock];
+};
+
+// Blocks of log-ratios up to kClose; ends at another, or after a group of near columns alone. The
+// first column not consumed.
+template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
+[[gnu::noinline]] int64_t close_run(const RunArgs& args, int64_t column, Sums<kExtra>& sums,
+                                    Loop& next) {
+  constexpr int64_t kBlock = 2 * Simd::kLanes;
+  constexpr int64_t kGroup = kChain / 4 * kBlock;
+  const Run<Rollout, Train, kScale, kResidue> run(args);
+  const int64_t whole = run.count / kBlock * kBlock;
+  next = Loop::kClose;
+  while (next == Loop::kClose) {
+    bool near = true, close = true;
+    Sums<kExtra> here;
+    for (const int64_t end = std::min(column + kGroup, whole); column < end; column += kBlock) {
+      run.prefetch(column);
+      const Two x = run.rollout_block(column), y = run.train_block(column);
+      const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
+      const Two power = {Simd::mul(a.u, run.minus_log2e), Simd::mul(b.u, run.minus_log2e)};
+      const Two train_power = {Simd::add(a.power, power.a), Simd::add(b.power, power.b)};
+      const Vector largest = Simd::larger_magnitude(a.u, b.u);
+      close = Simd::all(Simd::both(Simd::less_equal(largest, run.bound),
+                                   Simd::both(run.covered(a, b), run.covered(train_power))));
+      if (!close) break;
+      if (Simd::all(Simd::less_equal(largest, run.limit))) {
+        run.add_near(here, a, b);
+      } else {
+        run.add_close(here, a, b, power);
+        near = false;
       }
+    }
+    sums.join_near(here);
+    if (!close || column == whole) {
+      next = Loop::kAny;
+    } else if (near) {
+      next = Loop::kNear;
+    }
+  }
+  return column;
+}
+
+// A truncated rollout (top-p: most of it -inf): the columns that it lacks are train mass and no
+// more; the few that it has go to the queue. Ends at a block of which the rollout has more than
+// half, or the train side not all; the first column not consumed.
+template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
+[[gnu::noinline]] int64_t truncated_run(const RunArgs& args, int64_t column, Sums<kExtra>& sums,
+                                        Queue<kExtra, Rollout, Train, kScale, kResidue>& queue) {
+  constexpr int64_t kBlock = 2 * Simd::kLanes;
+  constexpr int64_t kStretch = kChain / 2 * kBlock;
+  const Run<Rollout, Train, kScale, kResidue> run(args);
+  const Vector nothing = Simd::constant(-kInf);
+  bool goes_on = true;
+  while (goes_on) {
+    Sums<kExtra> here;
+    for (const int64_t end = column + kStretch; column < end; column += kBlock) {
+      goes_on = column + kBlock <= run.count;
+      if (!goes_on) break;
+      run.prefetch(column);
       const Two x = run.rollout_block(column);
       const Mask in_a = Simd::less(nothing, x.a), in_b = Simd::less(nothing, x.b);
-      const int found = Simd::count(in_a) + Simd::count(in_b);
-      if (4 * found > run.kBlock) break;
+      goes_on = 2 * (Simd::count(in_a) + Simd::count(in_b)) <= run.kBlock;
+      if (!goes_on) break;
       const Two y = run.train_block(column);
       const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
       const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
       const Mask finite = Simd::less(Simd::larger_magnitude(y.a, y.b), run.infinite);
       const Mask covered = Simd::both(run.covered(a, b), run.covered(train_power));
-      if (!Simd::all(Simd::both(Simd::both(finite, covered), run.numbers(x, y)))) break;
+      goes_on = Simd::all(Simd::both(Simd::both(finite, covered), run.numbers(x, y)));
+      if (!goes_on) break;
       const Two mass = run.poly.exp2(train_power);
-      sums.add_outside(in_a, train_power.a, mass.a);
-      sums.add_outside(in_b, train_power.b, mass.b);
-      Simd::keep(train_ + waiting_, y.a, in_a);
-      Simd::keep(rollout_ + waiting_, x.a, in_a);
-      const int64_t between = waiting_ + Simd::count(in_a);
-      Simd::keep(train_ + between, y.b, in_b);
-      Simd::keep(rollout_ + between, x.b, in_b);
-      waiting_ += found;
-      if (waiting_ >= run.kBlock) add_waiting();
+      here.add_outside(in_a, train_power.a, mass.a);
+      here.add_outside(in_b, train_power.b, mass.b);
+      queue.keep(x, y, in_a, in_b);
     }
-    sums_->join(sums);
-    return column;
+    sums.join(here);
   }
+  return column;
+}
 
-  bool ran() const { return sums_.has_value(); }
-
-  [[gnu::noinline]] const Sums<kExtra>& finish() {
-    if (waiting_ > 0) add_waiting();
-    return *sums_;
-  }
-
- private:
-  static constexpr int64_t kBlock = 2 * Simd::kLanes;
-  static constexpr int64_t kStretch = kChain / 2 * kBlock;
-
-  [[gnu::noinline]] void add_waiting() {
-    const Run<Rollout, Train, kScale, kResidue> run(args_);
-    for (int64_t i = waiting_; i < kBlock; ++i) rollout_[i] = train_[i] = -kInf;
-    const Two x = load_block<false>(rollout_), y = load_block<false>(train_);
-    const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-    const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
-    run.add_any(*sums_, a, b, train_power, waiting_ < kBlock);
-    for (float* from : {rollout_, train_}) {
-      store_block<false>(from, load_block<false>(from + kBlock));
-    }
-    waiting_ -= kBlock;
-  }
-
-  const RunArgs& args_;
-  std::optional<Sums<kExtra>> sums_;
-  int64_t waiting_ = 0;
-  float rollout_[2 * kBlock], train_[2 * kBlock];
-};
-
-// Blocks of near columns in one loop, any others in a second, each with the registers for its own
-// work; a truncated rollout out of line.
+// Four loops, each with the registers for its own work; the rarer two out of line.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 int64_t sum_run(const RunArgs& args, RunSums& out) {
   constexpr int64_t kBlock = 2 * Simd::kLanes;
   constexpr int64_t kStretch = kChain / 2 * kBlock;
-  constexpr int kMany = 3;  // a block with fewer others sends the run back to the loop of near ones
   const Run<Rollout, Train, kScale, kResidue> run(args);
   const int64_t whole = args.count / kBlock * kBlock;
   const Padded<Rollout> last_rollout(run.rollout + whole, args.count - whole);
   const Padded<Train> last_train(run.train + whole, args.count - whole);
-  Truncated<kExtra, Rollout, Train, kScale, kResidue> truncated(args);
+  Queue<kExtra, Rollout, Train, kScale, kResidue> queue(args);
   Sums<kExtra> sums;
   out.non_finite = false;
   int64_t column = 0;
   bool goes_on = true;
-  while (goes_on && column < args.count) {
-    for (bool near = true; near && column < whole;) {
+  for (Loop loop = Loop::kNear; goes_on && column < args.count;) {
+    while (loop == Loop::kNear) {
       Sums<kExtra> here;
+      bool near = true;
       for (const int64_t end = std::min(column + kStretch, whole); column < end; column += kBlock) {
+        run.prefetch(column);
         const Two x = run.rollout_block(column), y = run.train_block(column);
         const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
         near = Simd::all(Simd::both(Simd::less_equal(Simd::larger_magnitude(a.u, b.u), run.limit),
                                     run.covered(a, b)));
         if (!near) break;
-        const Two weight = run.poly.exp2(Two{a.power, b.power});
-        const Two ratio = run.poly.psi_over_u(Two{a.u, b.u});
-        here.add_near(a, b, weight, ratio);
+        run.add_near(here, a, b);
       }
       sums.join_near(here);
+      if (!near) {
+        loop = Loop::kClose;
+      } else if (column >= whole) {
+        loop = Loop::kAny;
+      }
     }
-    bool many = true, extreme = false;
-    while (goes_on && many && column < args.count) {
+    if (loop == Loop::kClose) {
+      column = close_run<kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop);
+    }
+    if (loop == Loop::kTruncated) {
+      column = truncated_run(args, column, sums, queue);
+      loop = Loop::kAny;
+    }
+    while (loop == Loop::kAny && goes_on && column < args.count) {
       Sums<kExtra> here;
       const int64_t end = std::min(column + kStretch, args.count);
-      for (; many && column < end; column += kBlock) {
+      for (; loop == Loop::kAny && column < end; column += kBlock) {
+        run.prefetch(column);
         const bool ends = column >= whole;
         const Two x = load_block<run.kSplit>(ends ? last_rollout.columns : run.rollout + column);
         const Two y = load_block<run.kSplit>(ends ? last_train.columns : run.train + column);
         const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
         const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
-        extreme = !Simd::all(Simd::less(Simd::larger_magnitude(a.u, b.u), run.infinite));
+        const bool extreme = !Simd::all(Simd::less(Simd::larger_magnitude(a.u, b.u), run.infinite));
         out.non_finite = extreme && !Simd::all(run.numbers(x, y));
         if (out.non_finite) return args.count;
         goes_on = Simd::all(Simd::both(run.covered(a, b), run.covered(train_power)));
         if (!goes_on) break;
-        many = run.add_any(here, a, b, train_power, extreme) >= kMany && !extreme;
+        loop = run.add_any(here, a, b, train_power, extreme);
       }
       sums.join(here);
     }
-    if (extreme && goes_on) column = truncated.run(column);
   }
-  if (truncated.ran()) sums.join(truncated.finish());
+  if (queue.was_used()) sums.join(queue.finish());
   sums.write(out);
   return std::min(column, args.count);
 }
@@ -747,6 +889,8 @@ void gradient_columns(const GradientArgs& args) {
   const int64_t whole = args.run.count / kBlock * kBlock;
   Two grad_rollout, grad_train;
   for (int64_t column = 0; column < whole; column += kBlock) {
+    prefetch_block(rollout + column);
+    prefetch_block(train + column);
     const Two x = load_block<kSplit>(rollout + column), y = load_block<kSplit>(train + column);
     gradient.at(x.a, y.a, grad_rollout.a, grad_train.a);
     gradient.at(x.b, y.b, grad_rollout.b, grad_train.b);

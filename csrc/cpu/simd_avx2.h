@@ -86,6 +86,9 @@ struct Simd {
   static Vector add_where(Mask mask, Vector sum, Vector value) {
     return _mm256_add_ps(sum, _mm256_and_ps(mask, value));
   }
+  static Vector mul_where(Mask mask, Vector a, Vector b, Vector otherwise) {
+    return select(mask, mul(a, b), otherwise);
+  }
   static Vector fma_where(Mask mask, Vector a, Vector b, Vector sum) {
     return _mm256_add_ps(sum, _mm256_and_ps(mask, _mm256_mul_ps(a, b)));
   }
@@ -101,6 +104,7 @@ struct Simd {
   }
 
   static Mask less_equal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
+  static Mask equal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
   static Mask less(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
   static Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
   static Mask either(Mask a, Mask b) { return _mm256_or_ps(a, b); }

@@ -66,8 +66,12 @@ struct Simd {
   // Stores the lanes of the mask one behind the other, and whatever else up to kLanes; their
   // number.
   static int64_t keep(float* place, Vector value, Mask mask) {
-    _mm512_storeu_ps(place, _mm512_maskz_compress_ps(mask, value));
-    return count(mask);
+    const Vector front = _mm512_maskz_compress_ps(mask, value);
+    const int kept = count(mask);
+    // Half a vector is what there mostly is; a whole one that crosses a cache line takes long.
+    _mm256_storeu_ps(place, _mm512_castps512_ps256(front));
+    if (kept > 8) _mm256_storeu_ps(place + 8, _mm512_extractf32x8_ps(front, 1));
+    return kept;
   }
 
   static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
@@ -89,6 +93,9 @@ struct Simd {
   static Vector add_where(Mask mask, Vector sum, Vector value) {
     return _mm512_mask_add_ps(sum, mask, sum, value);
   }
+  static Vector mul_where(Mask mask, Vector a, Vector b, Vector otherwise) {
+    return _mm512_mask_mul_ps(otherwise, mask, a, b);
+  }
   static Vector fma_where(Mask mask, Vector a, Vector b, Vector sum) {
     return _mm512_mask3_fmadd_ps(a, b, sum, mask);
   }
@@ -104,6 +111,7 @@ struct Simd {
   }
 
   static Mask less_equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
+  static Mask equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
   static Mask less(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
   static Mask opposite(Mask a) { return Mask(~a); }
   static Mask both(Mask a, Mask b) { return a & b; }

@@ -81,6 +81,9 @@ struct Simd {
   static Vector add_where(Mask mask, Vector sum, Vector value) {
     return sum + zero_unless(mask, value);
   }
+  static Vector mul_where(Mask mask, Vector a, Vector b, Vector otherwise) {
+    return select(mask, mul(a, b), otherwise);
+  }
   static Vector fma_where(Mask mask, Vector a, Vector b, Vector sum) {
     return sum + zero_unless(mask, a * b);
   }
@@ -96,6 +99,7 @@ struct Simd {
   }
 
   static Mask less_equal(Vector a, Vector b) { return a <= b; }
+  static Mask equal(Vector a, Vector b) { return a == b; }
   static Mask less(Vector a, Vector b) { return a < b; }
   static Mask both(Mask a, Mask b) { return a & b; }
   static Mask either(Mask a, Mask b) { return a | b; }

@@ -257,3 +257,66 @@ def test_one_logit_table(any_kernel, vocab, dtype):
     print_table("relative L2 error of d kl / d train", gradients, kls)
     assert max(map(max, table.values())) <= KL_RTOL
     assert max(map(max, gradients.values())) <= GRADIENT_RTOL + float(torch.finfo(dtype).eps) / 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_first_part_that_misleads(any_kernel, dtype):
+    """One moved token is all that the first columns hold; the mass comes later, and has not moved.
+
+    The mean log-ratio of what is summed then says 0.1 of columns whose own is 1e-4: a frame with
+    that shift would make G/S thousands of times the KL.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.zeros(1, 12000, dtype=torch.float64)
+    x[0, :1024] = -20.0
+    x[0, 5] = 0.5
+    y = x + 1e-4 * torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    y[0, 5] = 0.4
+    assert worst(any_kernel, x.to(dtype), y.to(dtype)) <= KL_RTOL
+
+
+def uneven_rows(seed, vocab):
+    """Rows made of parts: each its own level, spread, log-ratio noise and share of the rollout.
+
+    So that frames, their shifts and the loops over near, close, far and truncated columns change
+    within a row, and early parts say nothing of later ones.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+    def uniform(*sizes):
+        return torch.rand(*sizes, generator=generator, dtype=torch.float64)
+
+    rows, parts = 3, 1 + seed % 8
+    edges = sorted((uniform(parts - 1) * vocab).int().tolist())
+    x, noise = torch.empty(rows, vocab).double(), torch.empty(rows, vocab).double()
+    for first, last in zip([0, *edges], [*edges, vocab], strict=True):
+        count = last - first
+        x[:, first:last] = normal(rows, count) * uniform(1) * 4 + normal(rows, 1) * 6
+        scale = 3 * 10 ** (-6 * uniform(rows, 1))
+        noise[:, first:last] = (normal(rows, count) + normal(rows, 1) * (seed % 2)) * scale
+        if seed % 3 == 1:  # some of any size, some too far for exp(-u) in one piece
+            far = uniform(rows, count) < uniform(1) * 0.5
+            noise[:, first:last] += far * normal(rows, count) * (1 if seed % 4 else 6)
+        if seed % 3 == 2:
+            x[:, first:last].masked_fill_(uniform(rows, count) < uniform(1), -float("inf"))
+    heavy = (uniform(rows, 1) * vocab).long()
+    if seed % 5 < 2:
+        x.scatter_(1, heavy, x.amax(1, keepdim=True) + normal(rows, 1).abs() * 8)
+    y = x.masked_fill(x.isinf(), 0.0) + noise + normal(rows, 1) * (0, 1, 60)[seed % 3]
+    return x, y
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "seeds", (range(12), pytest.param(range(12, 120), marks=pytest.mark.slow)), ids=len
+)
+def test_uneven_rows(any_kernel, dtype, seeds):
+    errors = {}
+    for seed in seeds:
+        x, y = uneven_rows(seed, 3000 + 2900 * seed % 40000)
+        errors[seed] = worst(any_kernel, x.to(dtype), y.to(dtype))
+    print(f"\n{any_kernel.name}, uneven rows, {dtype}: {max(errors.values()):.1e}")
+    assert max(errors.values()) <= KL_RTOL, errors
