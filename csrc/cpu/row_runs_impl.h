@@ -455,10 +455,10 @@ struct Run {
   // Adds a block of log-ratios up to kClose. One polynomial gives psi(u) of the near and, with
   // u = v - k ln 2, exp(-u) = 2^k (1 - v + psi(v)) of the others.
   template <int kExtra>
-  void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& power) const {
+  void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b) const {
     const Two weight = poly.exp2(Two{a.power, b.power});
-    const Two k = {Simd::sub(Simd::add(power.a, to_integer), to_integer),
-                   Simd::sub(Simd::add(power.b, to_integer), to_integer)};
+    const Two k = {Simd::sub(Simd::fma(a.u, minus_log2e, to_integer), to_integer),
+                   Simd::sub(Simd::fma(b.u, minus_log2e, to_integer), to_integer)};
     const Two v = fma(k, Two{ln2, ln2}, Two{a.u, b.u});
     const Two ratio = poly.psi_over_u(v);
     const Two factor = fma(v, ratio, Two{Simd::sub(one, v.a), Simd::sub(one, v.b)});
@@ -572,8 +572,8 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
       run.prefetch(column);
       const Two x = run.rollout_block(column), y = run.train_block(column);
       const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-      const Two power = {Simd::mul(a.u, run.minus_log2e), Simd::mul(b.u, run.minus_log2e)};
-      const Two train_power = {Simd::add(a.power, power.a), Simd::add(b.power, power.b)};
+      const Two train_power = {Simd::fma(a.u, run.minus_log2e, a.power),
+                               Simd::fma(b.u, run.minus_log2e, b.power)};
       const Vector largest = Simd::larger_magnitude(a.u, b.u);
       close = Simd::all(Simd::both(Simd::less_equal(largest, run.bound),
                                    Simd::both(run.covered(a, b), run.covered(train_power))));
@@ -581,7 +581,7 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
       if (Simd::all(Simd::less_equal(largest, run.limit))) {
         run.add_near(here, a, b);
       } else {
-        run.add_close(here, a, b, power);
+        run.add_close(here, a, b);
         near = false;
       }
     }
