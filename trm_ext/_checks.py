@@ -93,7 +93,7 @@ def check_threshold(name: str, value: object) -> float:
     """A threshold is a number >= 0; +inf accepts everything finite."""
     if not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if math.isnan(value) or value < 0:
+    if not value >= 0:  # NaN too; math.isnan does not take a compiler's symbolic number
         raise ValueError(f"{name} must be >= 0, got {value}")
     return float(value)
 

@@ -200,6 +200,19 @@ class TestFromLogits:
         compiled = torch.compile(mask, fullgraph=True, backend="aot_eager")
         assert all(torch.equal(a, b) for a, b in zip(compiled(x, y), mask(x, y), strict=True))
 
+    def test_compiles_with_a_limit_that_changes(self):
+        """From the second value on the limit is a symbolic number of the compiler's."""
+        token_mask = torch.ones(2, 5, dtype=torch.bool)
+        kl = torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
+
+        def judge(kl, limit):
+            return trm.max_kl_verdict(kl, SequenceLayout.from_mask(token_mask), max_kl=limit)[:8]
+
+        compiled = torch.compile(judge, fullgraph=True, backend="aot_eager")
+        for limit in (0.1, 0.5, float(kl[1].max()), 0.97):
+            pairs = zip(compiled(kl, limit), judge(kl, limit), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), limit
+
 
 class TestBadInput:
     @pytest.mark.parametrize("threshold", (-0.1, NAN))
