@@ -17,7 +17,7 @@ test: lint $(VENV)/.demo  ## lint, then the default tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-full: $(VENV)/.demo test-parity  ## the slow lanes only; `test` has run the others
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadfile
 
 test-parity: $(VENV)/.built .venv-parity/.done  ## masks, weights and losses against verl 0.9.1
 	.venv-parity/bin/python -m pytest tests/parity

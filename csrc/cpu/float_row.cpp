@@ -20,10 +20,12 @@ constexpr int64_t kMomentColumns = 512;  // the same in the second sweep: one ch
 constexpr int64_t kLookColumns = 1024;   // maxima of so many columns make a frame
 constexpr int64_t kFirstColumns = 1024;  // a run whose shift is only that of the maxima is short
 constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean log-ratio stays
-// How many times the slice's KL the shift's doing, (L - c)^2 / 2, may be: with more than the first,
-// a run is summed again; with more than the second, the next one gets another frame.
-constexpr double kMostExcess = 4.0;
-constexpr double kFrameExcess = 1.0;
+// How many times the slice's KL the shift's doing, (L - c)^2 / 2, may be in all: beyond, a run is
+// summed again, unless its own part is small. And in one part, before the next run gets a frame of
+// its own.
+constexpr double kMostExcess = 2.0;
+constexpr double kSmallExcess = 0.125;
+constexpr double kFrameExcess = 0.25;
 constexpr double kLog2e = 1.4426950408889634;
 // How far a logit may stand above its frame, see frame_slack(), in powers of 2.
 constexpr float kSlack = static_cast<float>(frame_slack<float>() * kLog2e);
@@ -329,28 +331,48 @@ class Slice {
     return state;
   }
 
-  // Whether a frame's shift costs digits that the slice's divergences cannot spare. Those are at
-  // least the sum of its parts': columns that join others only add to KL times mass.
+  // Whether more than `most` times what the slice's divergences are known to be comes of shifts.
+  // Those are at least the sum of its parts': columns that join others only add to KL times mass.
   bool spoils(const DivergenceState<double>& state, const ShiftEffect& effect,
-              const ShiftEffect& beside, double most) const {
+              const ShiftEffect& beside, double small, double most) const {
     if (effect.excess == 0.0 && effect.excess_train == 0.0) return false;
-    double kl = effect.kl + beside.kl, kl_train = effect.kl_train + beside.kl_train;
-    if (total_.has_both()) {
-      const double unit = total_.max_rollout - state.max_rollout;
-      kl += settled_.kl * (unit == 0.0 ? 1.0 : std::exp(unit));
-      if (extra_ & kRunTrainGap) {
-        kl_train += settled_.kl_train * std::exp(unit - (total_.shift - state.shift));
-      }
+    const ShiftEffect before = in_frame(settled_, total_, state);
+    const auto beyond = [&](double kl, double own, double others) {
+      return own > small * kl && own + others > most * kl;
+    };
+    return beyond(before.kl + beside.kl + effect.kl, effect.excess,
+                  before.excess + beside.excess) ||
+           beyond(before.kl_train + beside.kl_train + effect.kl_train, effect.excess_train,
+                  before.excess_train + beside.excess_train);
+  }
+
+  // The effects of one state in the units of another's frame.
+  static ShiftEffect in_frame(ShiftEffect effect, const DivergenceState<double>& from,
+                              const DivergenceState<double>& to) {
+    if (!from.has_both()) return {};
+    const double unit = from.max_rollout - to.max_rollout;
+    const double scale = unit == 0.0 ? 1.0 : std::exp(unit);
+    effect.kl *= scale;
+    effect.excess *= scale;
+    if (from.has(kCarriesTrainGap)) {
+      const double train_scale = std::exp(unit - (from.shift - to.shift));
+      effect.kl_train *= train_scale;
+      effect.excess_train *= train_scale;
     }
-    return effect.excess > most * kl || effect.excess_train > most * kl_train;
+    return effect;
   }
 
   // In the frame of the maxima: the mean log-ratio of a part without the heavy tokens is no frame
   // for those, once a state is stored in floats.
-  void join(DivergenceState<double> part) {
+  void join(DivergenceState<double> part, const ShiftEffect& effect) {
+    const DivergenceState<double> before = total_, added = part;
     if (part.has_both()) move_to(part, columns_.state_frame(columns_.frame(maxima_)));
     total_ = merge(total_, part);
+    const ShiftEffect old = in_frame(settled_, before, total_);
+    const ShiftEffect fresh = in_frame(effect, added, total_);
     settled_ = ShiftEffect(total_);
+    settled_.excess = old.excess + fresh.excess;
+    settled_.excess_train = old.excess_train + fresh.excess_train;
   }
 
   // A run is at most twice as long as what is summed already: its shift is that of those columns.
@@ -376,22 +398,22 @@ class Slice {
       }
       const DivergenceState<double> piece = state_of(frame, sums);
       const ShiftEffect effect(piece);
-      if (effect.blurs || spoils(piece, effect, joined, kMostExcess)) {
+      if (effect.blurs || spoils(piece, effect, joined, kSmallExcess, kMostExcess)) {
         const RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
-        consumed = run(better, count, sums);
-        join(state_of(better, sums));
+        consumed = run(better, consumed, sums);  // no further: the shift is that of these columns
+        join(state_of(better, sums), {});
         moves = true;
       } else {
         add(part, sums);
         joined = alone ? effect : ShiftEffect(part);
         alone = false;
-        moves = spoils(part, joined, {}, kFrameExcess);
+        moves = spoils(part, joined, {}, kFrameExcess, 0.0);
       }
       covered = consumed == count;
       column_ += consumed;
       most = longest();
     }
-    join(part);
+    join(part, joined);
     return !covered;
   }
 

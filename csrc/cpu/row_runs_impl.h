@@ -22,7 +22,7 @@ constexpr float kInf = __builtin_inff();
 constexpr float kLn2 = 0.693147181f;
 constexpr float kClose = 8.0f;  // log-ratios up to which exp(-u) is formed by itself
 // Equal columns round alike, so a chain of n float additions may be off by n 2^-25 of its sum: sums
-// of so many additions each are added up, some 16 to a run.
+// of so many additions each are added up, and those likewise (Chained).
 constexpr int64_t kChain = 32;
 
 // Two vectors of columns. What is long is written over two at once, so that one's latency hides
@@ -393,6 +393,36 @@ struct Sums {
   }
 };
 
+// Sums of sums: no chain of additions is longer than kChain, however long the run.
+template <int kExtra>
+class Chained {
+ public:
+  void join_near(const Sums<kExtra>& stretch) {
+    recent_.join_near(stretch);
+    count();
+  }
+  void join(const Sums<kExtra>& stretch) {
+    recent_.join(stretch);
+    count();
+  }
+  Sums<kExtra> total() const {
+    Sums<kExtra> out = earlier_;
+    out.join(recent_);
+    return out;
+  }
+
+ private:
+  void count() {
+    if (++joined_ < kChain) return;
+    earlier_.join(recent_);
+    recent_ = {};
+    joined_ = 0;
+  }
+
+  Sums<kExtra> earlier_, recent_;
+  int64_t joined_ = 0;
+};
+
 // Which loop a run's next block belongs to.
 enum class Loop { kNear, kClose, kAny, kTruncated };
 
@@ -515,13 +545,13 @@ class Queue {
   bool was_used() const { return used_ || waiting_ > 0; }
 
   // Adds what still waits; the sums of all that ever did.
-  [[gnu::noinline]] const Sums<kExtra>& finish() {
+  [[gnu::noinline]] Sums<kExtra> finish() {
     const int64_t whole = (waiting_ + kBlock - 1) / kBlock * kBlock;
     for (int64_t i = waiting_; i < whole; ++i) rollout_[i] = train_[i] = -kInf;
     const bool padded = whole > waiting_;
     waiting_ = whole;
     add_waiting(padded);
-    return sums_;
+    return sums_.total();
   }
 
  private:
@@ -548,7 +578,7 @@ class Queue {
   }
 
   const RunArgs& args_;
-  Sums<kExtra> sums_;
+  Chained<kExtra> sums_;
   bool used_ = false;
   int64_t waiting_ = 0;
   alignas(64) float rollout_[kMost + 3 * kBlock];
@@ -558,7 +588,7 @@ class Queue {
 // Blocks of log-ratios up to kClose; ends at another, or after a group of near columns alone. The
 // first column not consumed.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
-[[gnu::noinline]] int64_t close_run(const RunArgs& args, int64_t column, Sums<kExtra>& sums,
+[[gnu::noinline]] int64_t close_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
                                     Loop& next) {
   constexpr int64_t kBlock = 2 * Simd::kLanes;
   constexpr int64_t kGroup = kChain / 4 * kBlock;
@@ -599,7 +629,7 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
 // more; the few that it has go to the queue. Ends at a block of which the rollout has more than
 // half, or the train side not all; the first column not consumed.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
-[[gnu::noinline]] int64_t truncated_run(const RunArgs& args, int64_t column, Sums<kExtra>& sums,
+[[gnu::noinline]] int64_t truncated_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
                                         Queue<kExtra, Rollout, Train, kScale, kResidue>& queue) {
   constexpr int64_t kBlock = 2 * Simd::kLanes;
   constexpr int64_t kStretch = kChain / 2 * kBlock;
@@ -643,7 +673,7 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
   const Padded<Rollout> last_rollout(run.rollout + whole, args.count - whole);
   const Padded<Train> last_train(run.train + whole, args.count - whole);
   Queue<kExtra, Rollout, Train, kScale, kResidue> queue(args);
-  Sums<kExtra> sums;
+  Chained<kExtra> sums;
   out.non_finite = false;
   int64_t column = 0;
   bool goes_on = true;
@@ -694,8 +724,9 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
       sums.join(here);
     }
   }
-  if (queue.was_used()) sums.join(queue.finish());
-  sums.write(out);
+  Sums<kExtra> total = sums.total();
+  if (queue.was_used()) total.join(queue.finish());
+  total.write(out);
   return std::min(column, args.count);
 }
 

@@ -275,6 +275,18 @@ def test_a_first_part_that_misleads(any_kernel, dtype):
     assert worst(any_kernel, x.to(dtype), y.to(dtype)) <= KL_RTOL
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_part_of_little_mass_that_is_summed_again(any_kernel, dtype):
+    """Its own shift, 3 nats off, must end where it does: at a train token above the frame."""
+    generator = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(2, 1, 14000, generator=generator, dtype=torch.float64)
+    y = x + 1e-3 * noise
+    x[0, 2000:8000] -= 9
+    y[0, 2000:8000] -= 6
+    y[0, 7999] = y[0, :2000].max() + 1.5
+    assert worst(any_kernel, x.to(dtype), y.to(dtype)) <= KL_RTOL
+
+
 def uneven_rows(seed, vocab):
     """Rows made of parts: each its own level, spread, log-ratio noise and share of the rollout.
 
