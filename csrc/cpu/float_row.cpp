@@ -241,14 +241,15 @@ struct ShiftEffect {
   bool blurs = false;  // one token holds the mass, and L - c dwarfs its log-ratio to the mean, ~ KL
 
   ShiftEffect() = default;
-  explicit ShiftEffect(const DivergenceState<double>& state) {
+  // `roughly`: the excess to half a percent, and the divergences to as much of the excess.
+  explicit ShiftEffect(const DivergenceState<double>& state, bool roughly = true) {
     if (!state.has_both()) return;
     const double mass = state.near_mass + state.far_mass;
     const double train_excess = state.far_train - state.far_mass;
     const double b = ((state.near_gap - state.near_first) + train_excess) / mass;
     const bool matters = std::fabs(b) > kShiftKept;
-    // b - log1p(b) and (1 + b) log1p(b) - b; below 1/4 their first Pade forms, good to a percent.
-    const bool small = std::fabs(b) < 0.25;
+    // b - log1p(b) and (1 + b) log1p(b) - b, or their first Pade forms.
+    const bool small = roughly && std::fabs(b) < 0.25;
     const double half = 0.5 * b * b;
     const double from_shift = mass * (small ? half / (1.0 + b * (2.0 / 3.0)) : b - std::log1p(b));
     kl = (state.near_gap + (train_excess + state.far_first)) - from_shift;
@@ -370,7 +371,7 @@ class Slice {
     total_ = merge(total_, part);
     const ShiftEffect old = in_frame(settled_, before, total_);
     const ShiftEffect fresh = in_frame(effect, added, total_);
-    settled_ = ShiftEffect(total_);
+    settled_ = ShiftEffect(total_, false);
     settled_.excess = old.excess + fresh.excess;
     settled_.excess_train = old.excess_train + fresh.excess_train;
   }
