@@ -428,7 +428,9 @@ def test_interrupt_inside_close_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="this system has no /proc/self/maps"
+)
 @pytest.mark.parametrize("aligned", [True, False])
 def test_memory_is_bounded_by_the_chunk(tmp_path: Path, aligned: bool) -> None:
     """A sparse file of 200 MB, mapped one chunk at a time; copied only if it is not aligned."""
