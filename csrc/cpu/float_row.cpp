@@ -172,8 +172,7 @@ class RowColumns {
                       float* buffer) const {
     const int64_t offset = row + begin * view.column_stride;
     if (view.column_stride == 1 && (!scaled() || view.type == StorageType::kFloat32)) {
-      const int64_t size = view.type == StorageType::kFloat32 ? 4 : 2;
-      return static_cast<const char*>(view.data) + offset * size;
+      return static_cast<const char*>(view.data) + offset * element_size(view.type);
     }
     if (scaled() || view.type == StorageType::kFloat32) {
       for (int64_t i = 0; i < count; ++i) {
@@ -225,35 +224,40 @@ void add(DivergenceState<double>& state, const RunSums& sums) {
   state.flags |= (sums.violates ? kSupportViolation : 0u) | (sums.outside ? kOutsideSupport : 0u);
 }
 
+// B/S: the train side's mass in the state's frame, relative to the rollout's, less 1.
+double relative_excess(const DivergenceState<double>& state) {
+  const double excess = (state.near_gap - state.near_first) + (state.far_train - state.far_mass);
+  return excess / (state.near_mass + state.far_mass);
+}
+
 // Mean log-ratio L = c - log1p(B/S) of what a state has summed; c itself where it has none.
 double mean_log_ratio(const DivergenceState<double>& state) {
-  const double mass = state.near_mass + state.far_mass;
-  const double excess = (state.near_gap - state.near_first) + (state.far_train - state.far_mass);
-  const double log_ratio = state.shift - std::log1p(excess / mass);
+  const double log_ratio = state.shift - std::log1p(relative_excess(state));
   return std::fabs(log_ratio) < infinity<double>() ? log_ratio : state.shift;
 }
 
 // What a state's gaps G and R are made of: the two divergences, and what comes of a shift that is
 // not the mean log-ratio; each times the mass of its policy, in the units of the state's frame.
+// Where most of the train side's mass cancels (b near -1), rounding of b enters log1p(b) enlarged;
+// the excess is that much larger.
 struct ShiftEffect {
   double kl = 0, kl_train = 0;
   double excess = 0, excess_train = 0;
   bool blurs = false;  // one token holds the mass, and L - c dwarfs its log-ratio to the mean, ~ KL
 
   ShiftEffect() = default;
-  // `roughly`: the excess to half a percent, and the divergences to as much of the excess.
+  // `roughly`: what comes of the shift to half a percent, and the divergences to as much of it.
   explicit ShiftEffect(const DivergenceState<double>& state, bool roughly = true) {
     if (!state.has_both()) return;
     const double mass = state.near_mass + state.far_mass;
-    const double train_excess = state.far_train - state.far_mass;
-    const double b = ((state.near_gap - state.near_first) + train_excess) / mass;
+    const double b = relative_excess(state);
     const bool matters = std::fabs(b) > kShiftKept;
     // b - log1p(b) and (1 + b) log1p(b) - b, or their first Pade forms.
     const bool small = roughly && std::fabs(b) < 0.25;
     const double half = 0.5 * b * b;
     const double from_shift = mass * (small ? half / (1.0 + b * (2.0 / 3.0)) : b - std::log1p(b));
-    kl = (state.near_gap + (train_excess + state.far_first)) - from_shift;
-    excess = matters ? from_shift : 0.0;
+    kl = (state.near_gap + ((state.far_train - state.far_mass) + state.far_first)) - from_shift;
+    if (matters) excess = b < 0.0 ? mass * half / std::max(0.0, 1.0 + b) : from_shift;
     if (state.has(kCarriesTrainGap)) {
       const double from_shift_train = mass * (small ? half / (1.0 + b / 3.0) : xlogx_gap(b));
       kl_train = state.train_gap - from_shift_train;
@@ -339,7 +343,7 @@ class Slice {
     if (effect.excess == 0.0 && effect.excess_train == 0.0) return false;
     const ShiftEffect before = in_frame(settled_, total_, state);
     const auto beyond = [&](double kl, double own, double others) {
-      return own > small * kl && own + others > most * kl;
+      return !(own <= small * kl || own + others <= most * kl);
     };
     return beyond(before.kl + beside.kl + effect.kl, effect.excess,
                   before.excess + beside.excess) ||
@@ -471,7 +475,7 @@ float used(double gradient, double value) {
 
 void* advance(void* gradient, StorageType type, int64_t place) {
   if (gradient == nullptr) return nullptr;
-  return static_cast<char*>(gradient) + place * (type == StorageType::kFloat32 ? 4 : 2);
+  return static_cast<char*>(gradient) + place * element_size(type);
 }
 
 void narrow(const float* from, void* gradient, StorageType type, int64_t place, int64_t count) {

@@ -15,6 +15,7 @@ from tests.rows import GRADIENT_RTOL, KL_RTOL, base_rows, exact_kl, row_pair
 from trm_ext import _lib, reference
 from trm_ext.outputs import encode
 
+inf = float("inf")
 KLS = (1e-9, 1e-6, 1e-3, 0.1, 1.0, 10.0)
 KINDS = ("flat", "peaked", "sharp")
 OFFSETS = ("none", "log-probs", "+60", "+1e4")
@@ -200,7 +201,6 @@ def test_the_oracle_itself_against_mpmath(kind, kl):
 def test_edge_table(backend):
     x = base_rows("flat", 1, 4099)
     y = x + 1e-2 * torch.randn(1, 4099, dtype=torch.float64)
-    inf = float("inf")
     cut = torch.rand(1, 4099) < 0.9
     padding = torch.arange(4099)[None] >= 4038
     late = torch.full_like(x, -inf)
@@ -287,8 +287,23 @@ def test_a_part_of_little_mass_that_is_summed_again(any_kernel, dtype):
     assert worst(any_kernel, x.to(dtype), y.to(dtype)) <= KL_RTOL
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_train_mass_that_all_but_cancels(any_kernel, dtype):
+    """In the frame of the first columns the train side has a hundredth of the later ones' mass.
+
+    1 + B/S is then 0.01 and has lost two digits, though G/S is not 3 times the KL.
+    """
+    x = torch.full((1, 3072), -5.0, dtype=torch.float64)
+    x[0, 0] = 0.0
+    x[0, 1024:] = -0.3
+    y = x.clone()
+    y[0, 1024:] -= 7.75
+    y[0, 1024::5] += 4.75
+    assert worst(any_kernel, x.to(dtype), y.to(dtype)) <= KL_RTOL
+
+
 def uneven_rows(seed, vocab):
-    """Rows made of parts: each its own level, spread, log-ratio noise and share of the rollout.
+    """Rows made of parts: each its own level, spread, log-ratio noise and share of the two sides.
 
     So that frames, their shifts and the loops over near, close, far and truncated columns change
     within a row, and early parts say nothing of later ones.
@@ -304,6 +319,7 @@ def uneven_rows(seed, vocab):
     rows, parts = 3, 1 + seed % 8
     edges = sorted((uniform(parts - 1) * vocab).int().tolist())
     x, noise = torch.empty(rows, vocab).double(), torch.empty(rows, vocab).double()
+    gone = torch.zeros(rows, vocab, dtype=torch.bool)  # from both sides
     for first, last in zip([0, *edges], [*edges, vocab], strict=True):
         count = last - first
         x[:, first:last] = normal(rows, count) * uniform(1) * 4 + normal(rows, 1) * 6
@@ -313,12 +329,13 @@ def uneven_rows(seed, vocab):
             far = uniform(rows, count) < uniform(1) * 0.5
             noise[:, first:last] += far * normal(rows, count) * (1 if seed % 4 else 6)
         if seed % 3 == 2:
-            x[:, first:last].masked_fill_(uniform(rows, count) < uniform(1), -float("inf"))
+            x[:, first:last].masked_fill_(uniform(rows, count) < uniform(1), -inf)
+            gone[:, first:last] = uniform(rows, count) < (2 * uniform(1) - 1)
     heavy = (uniform(rows, 1) * vocab).long()
     if seed % 5 < 2:
         x.scatter_(1, heavy, x.amax(1, keepdim=True) + normal(rows, 1).abs() * 8)
     y = x.masked_fill(x.isinf(), 0.0) + noise + normal(rows, 1) * (0, 1, 60)[seed % 3]
-    return x, y
+    return x.masked_fill(gone, -inf), y.masked_fill(gone, -inf)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
