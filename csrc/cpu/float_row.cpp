@@ -383,13 +383,23 @@ class Slice {
   // A run is at most twice as long as what is summed already: its shift is that of those columns.
   int64_t longest() const { return std::clamp(2 * (column_ - begin_), kFirstColumns, kRunColumns); }
 
-  // Columns that one frame covers; whether the next frame needs maxima from further on. New maxima
-  // give the shift too: where one is a token that holds the mass, exactly.
+  // Whether what is summed already weighs more than a token at the maxima would.
+  bool outweighs_the_maxima() const {
+    if (!total_.has_both()) return false;
+    const double unit =
+        total_.max_rollout - columns_.state_frame(columns_.frame(maxima_)).max_rollout;
+    return (total_.near_mass + total_.far_mass) * std::exp(unit) > 1.0;
+  }
+
+  // Columns that one frame covers; whether the next frame needs maxima from further on. The shift
+  // is the mean log-ratio of what is summed, or that of the maxima: where one is a token that holds
+  // the mass, exactly.
   bool add_part(bool has_new_maxima) {
-    const RunFrame frame = seen() == 0      ? RunFrame{}
-                           : has_new_maxima ? columns_.frame(maxima_)
-                                            : columns_.frame(maxima_, mean_log_ratio(total_));
-    int64_t most = has_new_maxima ? kFirstColumns : longest();
+    const bool starts = has_new_maxima && !outweighs_the_maxima();
+    const RunFrame frame = seen() == 0 ? RunFrame{}
+                           : starts    ? columns_.frame(maxima_)
+                                       : columns_.frame(maxima_, mean_log_ratio(total_));
+    int64_t most = starts ? kFirstColumns : longest();
     DivergenceState<double> part = fresh(frame);
     ShiftEffect joined;  // of the part
     bool covered = true, moves = false, alone = true;

@@ -191,6 +191,27 @@ struct Standing {
   }
 };
 
+// Which sides have a column at all.
+struct Sides {
+  Mask both, only_rollout, only_train;
+
+  explicit Sides(const Pair& pair) {
+    const Vector nothing = Simd::broadcast(-kInf);
+    const Mask in_rollout = Simd::less(nothing, pair.rollout);
+    const Mask in_train = Simd::less(nothing, pair.train);
+    both = Simd::both(in_rollout, in_train);
+    only_rollout = Simd::but_not(in_rollout, in_train);
+    only_train = Simd::but_not(in_train, in_rollout);
+  }
+
+  // As if the others were equal columns; their weight is the caller's to take away.
+  Pair inside(Pair pair) const {
+    pair.u = Simd::zero_unless(both, pair.u);
+    pair.power = Simd::zero_unless(both, pair.power);
+    return pair;
+  }
+};
+
 // A block of columns is in memory order, except that where both sides are bfloat16 one vector holds
 // the even and the other the odd columns: a load and two cheap operations in place of two loads,
 // two conversions and two shifts.
@@ -211,14 +232,15 @@ inline Two load_block(const T* place) {
   return out;
 }
 
-// Asks for a block that the loop reaches half a page later: the processor's own prefetch stops at
-// the end of a page, and brings lines no nearer than the second cache.
+// Asks the second cache for a block that the loop reaches three quarters of a page later: the
+// processor's own prefetch stops at the end of a page, and the first cache waits for fewer lines
+// at a time.
 template <typename T>
 inline void prefetch_block(const T* place) {
-  constexpr int64_t kAhead = 2048;  // bytes
+  constexpr int64_t kAhead = 3072;  // bytes
   constexpr int64_t kBytes = 2 * Simd::kLanes * sizeof(T);
   const char* const from = reinterpret_cast<const char*>(place) + kAhead;
-  for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(from + line);
+  for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(from + line, 0, 2);
 }
 
 template <bool kSplit, typename T>
@@ -346,11 +368,22 @@ struct Sums {
   }
 
   // Columns that only the train side has.
-  void add_outside(Mask in_rollout, Vector train_power, Vector mass) {
-    const Mask only_train = Simd::opposite(in_rollout);
+  void add_train_only(Mask only_train, Vector train_power, Vector mass) {
     outside = Simd::either(outside, only_train);
     far_train = Simd::add_where(only_train, far_train, mass);
     if constexpr (kEntropy) add_train_log(train_power, Simd::zero_unless(only_train, mass));
+  }
+
+  // Columns that only the rollout has.
+  void add_rollout_only(Mask only_rollout, Vector power, Vector weight) {
+    violates = Simd::either(violates, only_rollout);
+    far_mass = Simd::add_where(only_rollout, far_mass, weight);
+    if constexpr (kTrainGap) train_gap = Simd::add_where(only_rollout, train_gap, weight);
+    if constexpr (kEntropy) {
+      const Mask counts = Simd::both(only_rollout, Simd::less(Simd::broadcast(0.0f), weight));
+      rollout_log =
+          Simd::fma_where(counts, weight, Simd::mul(power, Simd::broadcast(kLn2)), rollout_log);
+    }
   }
 
   void join_near(const Sums& other) {
@@ -378,18 +411,24 @@ struct Sums {
                                 Simd::mul(train_power, Simd::broadcast(kLn2)), train_log);
   }
 
-  void write(RunSums& out) const {
-    out.violates = Simd::any(violates);
-    out.outside = Simd::any(outside);
+  // has_far: any but near and close columns were added.
+  void write(bool has_far, RunSums& out) const {
+    out = {};
     out.near_mass = Simd::sum(near_mass);
     out.near_first = Simd::sum(near_first);
     out.near_gap = Simd::sum(near_gap);
-    out.far_mass = Simd::sum(far_mass);
-    out.far_first = Simd::sum(far_first);
-    out.far_train = Simd::sum(far_train);
-    out.train_gap = Simd::sum(train_gap);
-    out.rollout_log = Simd::sum(rollout_log);
-    out.train_log = Simd::sum(train_log);
+    if (has_far) {
+      out.violates = Simd::any(violates);
+      out.outside = Simd::any(outside);
+      out.far_mass = Simd::sum(far_mass);
+      out.far_first = Simd::sum(far_first);
+      out.far_train = Simd::sum(far_train);
+    }
+    if constexpr (kTrainGap) out.train_gap = Simd::sum(train_gap);
+    if constexpr (kEntropy) {
+      out.rollout_log = Simd::sum(rollout_log);
+      out.train_log = Simd::sum(train_log);
+    }
   }
 };
 
@@ -403,8 +442,10 @@ class Chained {
   }
   void join(const Sums<kExtra>& stretch) {
     recent_.join(stretch);
+    has_far_ = true;
     count();
   }
+  bool has_far() const { return has_far_; }
   Sums<kExtra> total() const {
     Sums<kExtra> out = earlier_;
     out.join(recent_);
@@ -421,6 +462,7 @@ class Chained {
 
   Sums<kExtra> earlier_, recent_;
   int64_t joined_ = 0;
+  bool has_far_ = false;
 };
 
 // Which loop a run's next block belongs to.
@@ -482,11 +524,15 @@ struct Run {
     sums.add_near(a, b, weight, poly.psi_over_u(Two{a.u, b.u}));
   }
 
+  template <int kExtra>
+  void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b) const {
+    add_close(sums, a, b, poly.exp2(Two{a.power, b.power}));
+  }
+
   // Adds a block of log-ratios up to kClose. One polynomial gives psi(u) of the near and, with
   // u = v - k ln 2, exp(-u) = 2^k (1 - v + psi(v)) of the others.
   template <int kExtra>
-  void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b) const {
-    const Two weight = poly.exp2(Two{a.power, b.power});
+  void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& weight) const {
     const Two k = {Simd::sub(Simd::fma(a.u, minus_log2e, to_integer), to_integer),
                    Simd::sub(Simd::fma(b.u, minus_log2e, to_integer), to_integer)};
     const Two v = fma(k, Two{ln2, ln2}, Two{a.u, b.u});
@@ -499,12 +545,48 @@ struct Run {
     sums.add_close(b, near_b, weight.b, ratio.b, mass.b);
   }
 
+  // Adds a block with -inf in it whose other log-ratios are up to kClose; false where they are not.
+  template <int kExtra>
+  bool add_gapped(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& train_power) const {
+    const Sides at_a(a), at_b(b);
+    const Pair inside_a = at_a.inside(a), inside_b = at_b.inside(b);
+    const Vector largest = Simd::larger_magnitude(inside_a.u, inside_b.u);
+    if (!Simd::all(Simd::less_equal(largest, bound))) return false;
+    const Two weight = poly.exp2(Two{a.power, b.power});
+    const Two inside = {Simd::zero_unless(at_a.both, weight.a),
+                        Simd::zero_unless(at_b.both, weight.b)};
+    if (Simd::all(Simd::less_equal(largest, limit))) {
+      sums.add_near(inside_a, inside_b, inside, poly.psi_over_u(Two{inside_a.u, inside_b.u}));
+    } else {
+      add_close(sums, inside_a, inside_b, inside);
+    }
+    if (Simd::any(Simd::either(at_a.only_train, at_b.only_train))) {
+      const Two mass = poly.exp2(train_power);
+      sums.add_train_only(at_a.only_train, train_power.a, mass.a);
+      sums.add_train_only(at_b.only_train, train_power.b, mass.b);
+    }
+    if (Simd::any(Simd::either(at_a.only_rollout, at_b.only_rollout))) {
+      sums.add_rollout_only(at_a.only_rollout, a.power, weight.a);
+      sums.add_rollout_only(at_b.only_rollout, b.power, weight.b);
+    }
+    return true;
+  }
+
+  // The loop after a block with -inf in it.
+  Loop after_gaps(const Pair& a, const Pair& b) const {
+    const Vector nothing = Simd::broadcast(-kInf);
+    const int held =
+        Simd::count(Simd::less(nothing, a.rollout)) + Simd::count(Simd::less(nothing, b.rollout));
+    return 4 * held <= kBlock ? Loop::kTruncated : Loop::kAny;
+  }
+
   // Adds any block; the loop for the next one. Up to |u| = kClose the train side's mass is
   // w exp(-u): B and G subtract it from w, and two rounded exponentials would differ by more than
   // they are worth.
   template <int kExtra>
   Loop add_any(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& train_power,
                bool extreme) const {
+    if (extreme && add_gapped(sums, a, b, train_power)) return after_gaps(a, b);
     const Mask near_a = Simd::less_equal(Simd::abs(a.u), limit);
     const Mask near_b = Simd::less_equal(Simd::abs(b.u), limit);
     const Two weight = poly.exp2(Two{a.power, b.power});
@@ -517,12 +599,7 @@ struct Run {
     const Two ratio = poly.psi_over_u(Two{a.u, b.u});
     sums.add_any(a, near_a, weight.a, ratio.a, train_power.a, mass.a, extreme);
     sums.add_any(b, near_b, weight.b, ratio.b, train_power.b, mass.b, extreme);
-    if (extreme) {
-      const Vector nothing = Simd::broadcast(-kInf);
-      const int held =
-          Simd::count(Simd::less(nothing, a.rollout)) + Simd::count(Simd::less(nothing, b.rollout));
-      return 4 * held <= kBlock ? Loop::kTruncated : Loop::kAny;
-    }
+    if (extreme) return after_gaps(a, b);
     return Simd::all(Simd::both(close_a, close_b)) ? Loop::kClose : Loop::kAny;
   }
 };
@@ -566,8 +643,15 @@ class Queue {
     for (; column + kBlock <= waiting_; column += kBlock) {
       const Two x = load_block<false>(rollout_ + column), y = load_block<false>(train_ + column);
       const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-      const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
-      run.add_any(here, a, b, train_power, padded && column + kBlock == waiting_);
+      const Vector largest = Simd::larger_magnitude(a.u, b.u);
+      if (Simd::all(Simd::less_equal(largest, run.limit))) {
+        run.add_near(here, a, b);
+      } else if (Simd::all(Simd::less_equal(largest, run.bound))) {
+        run.add_close(here, a, b);
+      } else {
+        const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
+        run.add_any(here, a, b, train_power, padded && column + kBlock == waiting_);
+      }
     }
     sums_.join(here);
     used_ = true;
@@ -627,7 +711,7 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
 
 // A truncated rollout (top-p: most of it -inf): the columns that it lacks are train mass and no
 // more; the few that it has go to the queue. Ends at a block of which the rollout has more than
-// half, or the train side not all; the first column not consumed.
+// half, or one that the train side lacks; the first column not consumed.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 [[gnu::noinline]] int64_t truncated_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
                                         Queue<kExtra, Rollout, Train, kScale, kResidue>& queue) {
@@ -649,13 +733,14 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
       const Two y = run.train_block(column);
       const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
       const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
-      const Mask finite = Simd::less(Simd::larger_magnitude(y.a, y.b), run.infinite);
+      const Mask has_a = Simd::less(nothing, y.a), has_b = Simd::less(nothing, y.b);
+      const Mask violates = Simd::either(Simd::but_not(in_a, has_a), Simd::but_not(in_b, has_b));
       const Mask covered = Simd::both(run.covered(a, b), run.covered(train_power));
-      goes_on = Simd::all(Simd::both(Simd::both(finite, covered), run.numbers(x, y)));
+      goes_on = !Simd::any(violates) && Simd::all(Simd::both(covered, run.numbers(x, y)));
       if (!goes_on) break;
       const Two mass = run.poly.exp2(train_power);
-      here.add_outside(in_a, train_power.a, mass.a);
-      here.add_outside(in_b, train_power.b, mass.b);
+      here.add_train_only(Simd::but_not(has_a, in_a), train_power.a, mass.a);
+      here.add_train_only(Simd::but_not(has_b, in_b), train_power.b, mass.b);
       queue.keep(x, y, in_a, in_b);
     }
     sums.join(here);
@@ -726,7 +811,7 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
   }
   Sums<kExtra> total = sums.total();
   if (queue.was_used()) total.join(queue.finish());
-  total.write(out);
+  total.write(sums.has_far() || queue.was_used(), out);
   return std::min(column, args.count);
 }
 
@@ -736,21 +821,44 @@ inline Vector load_vector(const T* place, int64_t left) {
   return left >= Simd::kLanes ? Simd::load(place) : Simd::load(place, Simd::first(left));
 }
 
-// Largest logits below +inf; -inf where there is none.
-template <typename Rollout, typename Train>
-RunMaxima maxima_run(const RunArgs& args) {
+// kBelow: of the logits below +inf; -inf where there is none. NaN is passed over.
+template <bool kBelow, typename Rollout, typename Train>
+RunMaxima largest_logits(const RunArgs& args) {
+  constexpr bool kSplit = kSplits<Rollout, Train>;
+  constexpr int64_t kBlock = 2 * Simd::kLanes;
   const Rollout* const rollout = static_cast<const Rollout*>(args.rollout);
   const Train* const train = static_cast<const Train*>(args.train);
-  const Vector nothing = Simd::broadcast(-kInf);
-  const Vector infinite = Simd::broadcast(kInf);
-  Vector largest_x = nothing, largest_y = nothing;
-  for (int64_t column = 0; column < args.count; column += Simd::kLanes) {
-    const Vector x = load_vector(rollout + column, args.count - column);
-    const Vector y = load_vector(train + column, args.count - column);
-    largest_x = Simd::max(largest_x, Simd::select(Simd::less(x, infinite), x, nothing));
-    largest_y = Simd::max(largest_y, Simd::select(Simd::less(y, infinite), y, nothing));
+  const Vector nothing = Simd::broadcast(-kInf), infinite = Simd::broadcast(kInf);
+  // Simd::max gives its second operand where the first is NaN.
+  const auto larger = [&](Vector value, Vector largest) {
+    if constexpr (kBelow) value = Simd::select(Simd::less(value, infinite), value, nothing);
+    return Simd::max(value, largest);
+  };
+  Two largest_x = {nothing, nothing}, largest_y = largest_x;
+  const auto take = [&](const Two& x, const Two& y) {
+    largest_x = {larger(x.a, largest_x.a), larger(x.b, largest_x.b)};
+    largest_y = {larger(y.a, largest_y.a), larger(y.b, largest_y.b)};
+  };
+  const int64_t whole = args.count / kBlock * kBlock, rest = args.count - whole;
+  for (int64_t column = 0; column < whole; column += kBlock) {
+    prefetch_block(rollout + column);
+    prefetch_block(train + column);
+    take(load_block<kSplit>(rollout + column), load_block<kSplit>(train + column));
   }
-  return {Simd::largest(largest_x), Simd::largest(largest_y)};
+  if (rest > 0) {
+    const Padded<Rollout> last_rollout(rollout + whole, rest);
+    const Padded<Train> last_train(train + whole, rest);
+    take(load_block<kSplit>(last_rollout.columns), load_block<kSplit>(last_train.columns));
+  }
+  return {Simd::largest(Simd::max(largest_x.a, largest_x.b)),
+          Simd::largest(Simd::max(largest_y.a, largest_y.b))};
+}
+
+template <typename Rollout, typename Train>
+RunMaxima maxima_run(const RunArgs& args) {
+  const RunMaxima found = largest_logits<false, Rollout, Train>(args);
+  const bool finite = found.rollout < kInf && found.train < kInf;
+  return finite ? found : largest_logits<true, Rollout, Train>(args);
 }
 
 template <typename Rollout, typename Train, RunScale kScale>

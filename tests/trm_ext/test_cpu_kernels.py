@@ -126,6 +126,31 @@ class TestValues:
                 getattr(got, name).double(), want, rtol=KL_RTOL, atol=0, msg=name
             )
 
+    @pytest.mark.parametrize("noise", (0.05, 1.0, 4.0))
+    @pytest.mark.parametrize("share", (0.02, 0.5, 0.9))
+    @pytest.mark.parametrize("lacking", ("rollout", "train", "both", "each its own"))
+    def test_gaps(self, capability, lacking, share, noise):
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 2, 5003, generator=generator, dtype=torch.float64)
+        gap, other = torch.rand(2, *x.shape, generator=generator) < share
+        nowhere = torch.zeros_like(gap)
+        x_gap, y_gap = {
+            "rollout": (gap, nowhere),
+            "train": (nowhere, gap),
+            "both": (gap, gap),
+            "each its own": (gap, other),
+        }[lacking]
+        y = (x + noise * e).float().masked_fill(y_gap, -INF)
+        x = x.float().masked_fill(x_gap, -INF)
+        tokens = (x + y).argmax(1)  # a column of both
+        got = trm.token_divergence(x, y, tokens=tokens, outputs=OUTPUTS)
+        values, diagnostics, _ = twin(x, y, tokens, OUTPUTS)
+        for name, want in zip(OUTPUTS, [*values, *diagnostics], strict=True):
+            absolute = 0.0 if name in ("kl", "kl_train_rollout", *DIAGNOSTICS) else 4e-6
+            torch.testing.assert_close(
+                getattr(got, name).double(), want, rtol=KL_RTOL, atol=absolute, msg=name
+            )
+
     @pytest.mark.parametrize("column", (0, 8000, 8192, 32767, 32768, 39999))
     def test_flags_anywhere(self, capability, column):
         x, y = torch.randn(4, 40000), torch.randn(4, 40000)
