@@ -30,7 +30,8 @@ from trm_ext.reference import token_divergence as reference
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARIES = (32000, 49152, 128256, 151936, 262144)
 GATE_VOCABULARY, GATE_ROWS = 151936, 256
-PREFETCH_LINES = (0, 8, 16, 32, 64)
+# (lines ahead, cache that they go to): what the ceiling tries
+PREFETCHES = ((0, 1), (8, 1), (16, 1), (32, 1), (64, 1), (32, 2), (40, 2), (48, 2))
 # Eager forms with gradients have rounds of their own: they last seconds, in which a virtual machine
 # takes back the memory of the last gradient, and every provider's next one waits for it.
 EAGER = ("eager", "lse form")
@@ -75,11 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
         cases += sizes
     if "scaling" in sections:
         scaling(rounds)
-    if "recorded" in sections:
+    if "recorded" in sections and arguments.pairs:
         real = [measure(path.parent.name, *recorded(path), rounds) for path in arguments.pairs]
-        if real:
-            show(real)
+        show(real)
         cases += real
+        recorded_kinds(arguments.pairs, rounds)
     if arguments.out:
         arguments.out.write_text(json.dumps({"environment": environment, "cases": cases}, indent=1))
     return 0
@@ -211,14 +212,15 @@ def two_stream_read(x: Tensor, y: Tensor) -> Callable[[], object]:
     size = x.numel() * x.element_size()
     pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr())
 
-    def read(ahead: int) -> Callable[[], object]:
+    def read(ahead: int, cache: int) -> Callable[[], object]:
         threads = torch.get_num_threads()
-        arguments = (*pointers, ctypes.c_size_t(size), threads, ctypes.c_size_t(ahead))
+        arguments = (*pointers, ctypes.c_size_t(size), threads, ctypes.c_size_t(ahead), cache)
         return lambda: library.read_pair(*arguments)
 
-    # The ceiling is the best prefetch distance on these very buffers.
-    tried = record.interleaved({str(ahead): read(ahead) for ahead in PREFETCH_LINES}, 3)
-    return read(int(min(tried, key=lambda ahead: min(tried[ahead]))))
+    # The ceiling is the best prefetch on these very buffers.
+    reads = {str(prefetch): read(*prefetch) for prefetch in PREFETCHES}
+    tried = record.interleaved(reads, 3)
+    return reads[min(tried, key=lambda prefetch: min(tried[prefetch]))]
 
 
 def _read_library() -> ctypes.CDLL:
@@ -290,17 +292,41 @@ def gates(cases: list[dict[str, Any]]) -> None:
 
 
 def kinds(rounds: int) -> None:
-    """Rates by kind of row, one call of each kind per round, relative to rows of near tokens."""
+    """Rates by kind of row, relative to rows of near tokens."""
     print("\nkinds of rows, V = 151936 (wanted: any mix >= 0.65 of near)")
     lines = []
     for dtype in ("fp32", "bf16"):
         pairs = {kind: rows(kind, 48, GATE_VOCABULARY, dtype) for kind in KINDS}
-        seconds = record.interleaved({k: no_grad(ours, *p) for k, p in pairs.items()}, 3 * rounds)
-        for kind, (x, _) in pairs.items():
-            rate = x.numel() / statistics.median(seconds[kind]) / 1e9
-            ratio = record.paired_ratio(seconds, "near", kind)
-            lines.append([f"{kind} {dtype}", f"{rate:.3f}", f"{ratio:.2f}"])
+        lines += side_by_side(pairs, dtype, rounds)
     record.table(["case", "Gpair/s", "of near"], lines, sys.stdout)
+
+
+def recorded_kinds(paths: list[Path], rounds: int) -> None:
+    """Rates of real rows, as stored and rounded to bf16, relative to rows of near tokens."""
+    print("\nrecorded rows (wanted: >= 0.65 of near)")
+    lines = []
+    for dtype in ("fp32", "bf16"):
+        pairs = {}
+        for path in paths:
+            x, y = (logits.to(DTYPES[dtype], copy=True) for logits in recorded(path))
+            pairs.setdefault("near", rows("near", *x.shape, dtype))
+            pairs[path.parent.name] = x, y
+        lines += side_by_side(pairs, dtype, rounds)
+    record.table(["case", "Gpair/s", "of near"], lines, sys.stdout)
+
+
+def side_by_side(
+    pairs: dict[str, tuple[Tensor, Tensor]], dtype: str, rounds: int
+) -> list[list[str]]:
+    """One call of each pair per round: rates, and pairs per second relative to the near rows'."""
+    seconds = record.interleaved({k: no_grad(ours, *p) for k, p in pairs.items()}, 3 * rounds)
+    lines = []
+    for kind, (x, _) in pairs.items():
+        work = x.numel() / pairs["near"][0].numel()
+        rate = x.numel() / statistics.median(seconds[kind]) / 1e9
+        ratio = work * record.paired_ratio(seconds, "near", kind)
+        lines.append([f"{kind} {dtype}", f"{rate:.3f}", f"{ratio:.2f}"])
+    return lines
 
 
 def scaling(rounds: int) -> None:

@@ -4,6 +4,9 @@
 #include <sys/mman.h>
 #endif
 
+#include <algorithm>
+#include <atomic>
+
 #include "cpu/sequence_reduce.h"
 #include "cpu/token_divergence.h"
 #include "torch/ops.h"
@@ -22,6 +25,23 @@ using torch::stable::parallel_for;
 using torch::stable::Tensor;
 
 constexpr int64_t kRecordGrain = 1024;
+
+// Calls body(begin, end) over disjoint ranges of [0, items). Threads take ranges as they come free,
+// long ones first: rows differ in cost (a masked one has none), and threads in speed.
+template <typename Body>
+void share_out(int64_t items, const Body& body) {
+  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
+  std::atomic<int64_t> next{0};
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    int64_t begin = next.load();
+    while (begin < items) {
+      const int64_t end = begin + std::max<int64_t>(1, (items - begin) / (16 * threads));
+      if (!next.compare_exchange_weak(begin, end)) continue;
+      body(begin, end);
+      begin = next.load();
+    }
+  });
+}
 
 // A fresh gradient is hundreds of megabytes of pages that do not exist yet; without this hint the
 // page faults cost several times the arithmetic. Memory that is there already is not affected.
@@ -48,13 +68,13 @@ struct CpuBackend {
                       const trm::DivergenceOutputs& out) {
     trm::cpu::ForwardJob(args, out).run(
         torch::stable::get_num_threads(),
-        [](int64_t items, const auto& body) { parallel_for(0, items, 1, body); });
+        [](int64_t items, const auto& body) { share_out(items, body); });
   }
 
   static void backward(const Tensor&, const trm::DivergenceBackwardArgs& args) {
     prefer_huge_pages(args.grad_rollout, bytes_of(args, args.forward.rollout.type));
     prefer_huge_pages(args.grad_train, bytes_of(args, args.forward.train.type));
-    parallel_for(0, trm::cpu::backward_items(args), 1, [&](int64_t begin, int64_t end) {
+    share_out(trm::cpu::backward_items(args), [&](int64_t begin, int64_t end) {
       trm::cpu::token_divergence_backward(args, begin, end);
     });
   }
