@@ -26,6 +26,8 @@ constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean
 constexpr double kMostExcess = 2.0;
 constexpr double kSmallExcess = 0.125;
 constexpr double kFrameExcess = 0.25;
+// Part of the slice's KL that the rounding of x - y may be: beyond, it is restored.
+constexpr double kMostRounding = 1e-7;
 constexpr double kLog2e = 1.4426950408889634;
 // How far a logit may stand above its frame, see frame_slack(), in powers of 2.
 constexpr float kSlack = static_cast<float>(frame_slack<float>() * kLog2e);
@@ -63,12 +65,13 @@ class RowColumns {
 
   // A frame in the run's units: those of the stored logits, tempered where the scale is mixed. The
   // rollout's maximum becomes what the rounding of its product with the rate makes it.
-  RunFrame run_frame(Frame<double> frame) const {
+  RunFrame run_frame(Frame<double> frame, bool plain = false) const {
     RunFrame out;
     out.origin = static_cast<float>(frame.max_rollout * rate_);
     out.max_rollout = static_cast<float>(frame.max_rollout);
     out.shift = static_cast<float>(frame.shift);
-    out.shift_low = differences_are_exact(out) ? 0.0f : static_cast<float>(frame.shift - out.shift);
+    out.plain = plain || differences_are_exact(out);
+    out.shift_low = out.plain ? 0.0f : static_cast<float>(frame.shift - out.shift);
     const double train_max = max_rollout(out) - (static_cast<double>(out.shift) + out.shift_low);
     out.train_max = static_cast<float>(train_max);
     out.train_max_low = static_cast<float>(train_max - out.train_max);
@@ -86,10 +89,14 @@ class RowColumns {
                               in_units(maxima.train, train_temperature_)));
   }
 
-  // As frame(), with another shift.
-  RunFrame frame(RunMaxima maxima, double shift) const {
+  // As frame(), with another shift. `plain`: the rounding of x - y does not matter.
+  RunFrame frame(RunMaxima maxima, double shift, bool plain = false) const {
     const double unit = mixed() ? 1.0 : rollout_temperature_;
-    return run_frame({in_units(maxima.rollout, rollout_temperature_), shift * unit});
+    return run_frame({in_units(maxima.rollout, rollout_temperature_), shift * unit}, plain);
+  }
+
+  bool are_floats() const {
+    return !scaled() && run_type(rollout_.type) == 0 && run_type(train_.type) == 0;
   }
 
   // The train side's slack: a frame whose shift is not that of the maxima lies elsewhere.
@@ -325,8 +332,8 @@ class Slice {
     const RowRuns& runs = columns_.runs();
     const int x = columns_.rollout_type(), y = columns_.train_type();
     const auto sum = columns_.scaled() ? runs.sum_scaled[columns_.mixed()][extra_ != 0]
-                     : columns_.differences_are_exact(frame) ? runs.sum_exact[x][y][extra_]
-                                                             : runs.sum[x][y][extra_];
+                     : frame.plain     ? runs.sum_plain[x][y][extra_]
+                                       : runs.sum[x][y][extra_];
     return sum(args, sums);
   }
 
@@ -380,6 +387,22 @@ class Slice {
     settled_.excess_train = old.excess_train + fresh.excess_train;
   }
 
+  // The next part's frame where its shift is the mean log-ratio of what is summed.
+  RunFrame frame_of_the_mean() const {
+    const double shift = mean_log_ratio(total_);
+    const bool plain = columns_.are_floats() && extra_ == kRunPlain && rounding_is_small(shift);
+    return columns_.frame(maxima_, shift, plain);
+  }
+
+  // Whether a run with this shift may leave out the rounding of x - y, at most 2^-24 (|c| + |u|).
+  // It enters G with psi'(u), about u: by Cauchy and Schwarz as 2^-24 |c| sqrt(2 S G). The sums so
+  // far stand for the run's; where those have more mass, the bound grows with its root.
+  bool rounding_is_small(double shift) const {
+    const double mass = total_.near_mass + total_.far_mass;
+    return std::fabs(shift) <= 1.0 && 0x1p-24 * std::fabs(shift) * std::sqrt(2.0 * mass) <=
+                                          kMostRounding * std::sqrt(settled_.kl);
+  }
+
   // A run is at most twice as long as what is summed already: its shift is that of those columns.
   int64_t longest() const { return std::clamp(2 * (column_ - begin_), kFirstColumns, kRunColumns); }
 
@@ -398,7 +421,7 @@ class Slice {
     const bool starts = has_new_maxima && !outweighs_the_maxima();
     const RunFrame frame = seen() == 0 ? RunFrame{}
                            : starts    ? columns_.frame(maxima_)
-                                       : columns_.frame(maxima_, mean_log_ratio(total_));
+                                       : frame_of_the_mean();
     int64_t most = starts ? kFirstColumns : longest();
     DivergenceState<double> part = fresh(frame);
     ShiftEffect joined;  // of the part

@@ -20,8 +20,9 @@ enum class RunScale : int32_t { kNone, kScaled, kMixed };
 struct RunFrame {
   float max_rollout;  // M
   float origin;       // M times the rate; M is what this rounding makes it, except in mixed scale
-  float shift, shift_low;          // an unevaluated sum; low is 0 for sum_exact
+  float shift, shift_low;          // an unevaluated sum; low is 0 where plain
   float train_max, train_max_low;  // max_rollout - shift, likewise
+  bool plain;                      // for sum_plain
 };
 
 struct RunArgs {
@@ -89,11 +90,12 @@ inline int run_type(StorageType type) {
 
 struct RowRuns {
   const char* name;
-  // First column not consumed: count, or where the frame no longer covers the logits. sum_exact is
-  // for 16-bit logits whose differences x - y are exact, and for nothing where a type has 32.
+  // First column not consumed: count, or where the frame no longer covers the logits. sum_plain
+  // leaves out the rounding of x - y: for 16-bit logits whose difference is exact; and for pairs of
+  // float32, without extras, where it is known not to matter.
   using Sum = int64_t (*)(const RunArgs&, RunSums&);
   Sum sum[kRunTypes][kRunTypes][kRunExtras];
-  Sum sum_exact[kRunTypes][kRunTypes][kRunExtras];
+  Sum sum_plain[kRunTypes][kRunTypes][kRunExtras];
   Sum sum_scaled[2][2];  // [mixed][extras], float32 columns
   RunMaxima (*maxima[kRunTypes][kRunTypes])(const RunArgs&);
   void (*moments[kRunTypes][kRunTypes])(const MomentArgs&, MomentSums&);

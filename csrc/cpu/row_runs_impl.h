@@ -1067,8 +1067,9 @@ template <typename Rollout, typename Train, int kExtra>
 void fill_sum(RowRuns& runs, int rollout, int train) {
   constexpr RunScale kNone = RunScale::kNone;
   runs.sum[rollout][train][kExtra] = &sum_run<kExtra, Rollout, Train, kNone, true>;
-  if constexpr (sizeof(Rollout) == 2 && sizeof(Train) == 2) {
-    runs.sum_exact[rollout][train][kExtra] = &sum_run<kExtra, Rollout, Train, kNone, false>;
+  constexpr bool kFloats = sizeof(Rollout) == 4 && sizeof(Train) == 4 && kExtra == kRunPlain;
+  if constexpr (kFloats || (sizeof(Rollout) == 2 && sizeof(Train) == 2)) {
+    runs.sum_plain[rollout][train][kExtra] = &sum_run<kExtra, Rollout, Train, kNone, false>;
   }
 }
 
