@@ -299,6 +299,15 @@ def kinds(rounds: int) -> None:
         pairs = {kind: rows(kind, 48, GATE_VOCABULARY, dtype) for kind in KINDS}
         lines += side_by_side(pairs, dtype, rounds)
     record.table(["case", "Gpair/s", "of near"], lines, sys.stdout)
+    x, y = rows("near", 48, GATE_VOCABULARY, "fp32")
+    late = torch.arange(len(x)) >= len(x) // 2
+    calls = {
+        "all rows": no_grad(ours, x, y),
+        "half of them masked": lambda: trm.token_divergence(x, y, token_mask=late),
+    }
+    seconds = record.interleaved(calls, 3 * rounds)
+    share = 1 / record.paired_ratio(seconds, *calls)
+    print(f"the first half of the rows masked, fp32: {share:.2f} of the time of all rows")
 
 
 def recorded_kinds(paths: list[Path], rounds: int) -> None:
