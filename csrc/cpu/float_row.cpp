@@ -406,12 +406,16 @@ class Slice {
   // A run is at most twice as long as what is summed already: its shift is that of those columns.
   int64_t longest() const { return std::clamp(2 * (column_ - begin_), kFirstColumns, kRunColumns); }
 
-  // Whether what is summed already weighs more than a token at the maxima would.
+  // Whether on both sides what is summed already weighs more than a token at the maxima would.
   bool outweighs_the_maxima() const {
     if (!total_.has_both()) return false;
-    const double unit =
-        total_.max_rollout - columns_.state_frame(columns_.frame(maxima_)).max_rollout;
-    return (total_.near_mass + total_.far_mass) * std::exp(unit) > 1.0;
+    const Frame<double> at = columns_.state_frame(columns_.frame(maxima_));
+    const double mass = total_.near_mass + total_.far_mass;
+    const double unit = total_.max_rollout - at.max_rollout;
+    const double rollout = mass * std::exp(unit);
+    const double train =
+        mass * (1.0 + relative_excess(total_)) * std::exp(unit - (total_.shift - at.shift));
+    return rollout > 1.0 && train > 1.0;
   }
 
   // Columns that one frame covers; whether the next frame needs maxima from further on. The shift

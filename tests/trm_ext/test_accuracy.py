@@ -288,6 +288,22 @@ def test_a_part_of_little_mass_that_is_summed_again(any_kernel, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("side", ("rollout", "train", "both"))
+def test_a_token_far_above_what_came_before(any_kernel, side, dtype):
+    """By up to 300 nats, in columns before, at and after a frame's end; exp(100) is no float32."""
+    generator = torch.Generator().manual_seed(0)
+    heights = torch.tensor([5.0, 50.0, 80.0, 100.0, 300.0], dtype=torch.float64)
+    for column in (500, 1100, 3000, 4090):
+        x, noise = torch.randn(2, 5, 4099, generator=generator, dtype=torch.float64)
+        y = x + 0.05 * noise
+        if side != "train":
+            x[:, column] = heights + 0.3
+        if side != "rollout":
+            y[:, column] = heights
+        assert worst(any_kernel, x.to(dtype), y.to(dtype)) <= KL_RTOL, column
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_train_mass_that_all_but_cancels(any_kernel, dtype):
     """In the frame of the first columns the train side has a hundredth of the later ones' mass.
 
