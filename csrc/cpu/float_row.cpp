@@ -26,6 +26,9 @@ constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean
 constexpr double kMostExcess = 2.0;
 constexpr double kSmallExcess = 0.125;
 constexpr double kFrameExcess = 0.25;
+// Columns with less rollout mass, that of the largest logit being 1, say nothing of a shift; in the
+// frame of their mean log-ratio the train side's masses would underflow with theirs.
+constexpr double kLeastMass = 0x1p-60;
 // Part of the slice's KL that the rounding of x - y may be: beyond, it is restored.
 constexpr double kMostRounding = 1e-7;
 constexpr double kLog2e = 1.4426950408889634;
@@ -255,8 +258,8 @@ struct ShiftEffect {
   ShiftEffect() = default;
   // `roughly`: what comes of the shift to half a percent, and the divergences to as much of it.
   explicit ShiftEffect(const DivergenceState<double>& state, bool roughly = true) {
-    if (!state.has_both()) return;
     const double mass = state.near_mass + state.far_mass;
+    if (!state.has_both() || mass < kLeastMass) return;
     const double b = relative_excess(state);
     const bool matters = std::fabs(b) > kShiftKept;
     // b - log1p(b) and (1 + b) log1p(b) - b, or their first Pade forms.

@@ -538,8 +538,7 @@ struct Run {
     const Two v = fma(k, Two{ln2, ln2}, Two{a.u, b.u});
     const Two ratio = poly.psi_over_u(v);
     const Two factor = fma(v, ratio, Two{Simd::sub(one, v.a), Simd::sub(one, v.b)});
-    const Two product = mul(weight, factor);
-    const Two mass = {Simd::scale(product.a, k.a), Simd::scale(product.b, k.b)};
+    const Two mass = mul(weight, scale(factor, k));
     const Mask near_a = Simd::equal(k.a, zero), near_b = Simd::equal(k.b, zero);
     sums.add_close(a, near_a, weight.a, ratio.a, mass.a);
     sums.add_close(b, near_b, weight.b, ratio.b, mass.b);

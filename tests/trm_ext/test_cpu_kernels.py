@@ -151,6 +151,34 @@ class TestValues:
                 getattr(got, name).double(), want, rtol=KL_RTOL, atol=absolute, msg=name
             )
 
+    @pytest.mark.parametrize("noise", (0.05, 2.0, 6.0))
+    @pytest.mark.parametrize("low", (80.0, 90.0, 100.0, 120.0, 1e4))
+    def test_finite_masks(self, capability, low, noise):
+        # Columns so far below the others that their weights are denormal numbers, or 0.
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 2, 5003, generator=generator, dtype=torch.float64)
+        x = torch.where(torch.rand(x.shape, generator=generator) < 0.3, x - low, x)
+        self.check_sums(x.float(), (x + noise * e).float())
+
+    @pytest.mark.parametrize("height", (60.0, 90.0, 118.0, 300.0))
+    @pytest.mark.parametrize("side", ("rollout", "train"))
+    def test_a_spike_leaves_one_side_no_weight_elsewhere(self, capability, side, height):
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 2, 20011, generator=generator, dtype=torch.float64)
+        x = 2 * x
+        y = x - 9 + 0.3 * e
+        (x if side == "rollout" else y)[:, 3800] += height
+        self.check_sums(x.float(), y.float())
+
+    def check_sums(self, x, y):
+        names = ("kl", "kl_train_rollout", "entropy_rollout", "entropy_train")
+        got = trm.token_divergence(x, y, outputs=names)
+        for name, want in zip(names, twin(x, y, outputs=names)[0], strict=True):
+            absolute = 0.0 if name.startswith("kl") else 4e-6
+            torch.testing.assert_close(
+                getattr(got, name).double(), want, rtol=KL_RTOL, atol=absolute, msg=name
+            )
+
     @pytest.mark.parametrize("column", (0, 8000, 8192, 32767, 32768, 39999))
     def test_flags_anywhere(self, capability, column):
         x, y = torch.randn(4, 40000), torch.randn(4, 40000)
