@@ -177,28 +177,14 @@ struct Columns {
   }
 };
 
-// Where a pair's columns stand; from the logits alone.
-struct Standing {
-  Mask in_rollout, in_train, both, near;
-
-  Standing(const Pair& pair, Vector distance) {
-    const Vector nothing = Simd::broadcast(-kInf);
-    in_rollout = Simd::less(nothing, pair.rollout);
-    in_train = Simd::less(nothing, pair.train);
-    both = Simd::both(in_rollout, in_train);
-    near = Simd::both(both,
-                      Simd::less_equal(Simd::abs(distance), Simd::broadcast(near_limit<float>())));
-  }
-};
-
-// Which sides have a column at all.
+// Which sides have a column at all; from the logits alone.
 struct Sides {
-  Mask both, only_rollout, only_train;
+  Mask in_rollout, in_train, both, only_rollout, only_train;
 
   explicit Sides(const Pair& pair) {
     const Vector nothing = Simd::broadcast(-kInf);
-    const Mask in_rollout = Simd::less(nothing, pair.rollout);
-    const Mask in_train = Simd::less(nothing, pair.train);
+    in_rollout = Simd::less(nothing, pair.rollout);
+    in_train = Simd::less(nothing, pair.train);
     both = Simd::both(in_rollout, in_train);
     only_rollout = Simd::but_not(in_rollout, in_train);
     only_train = Simd::but_not(in_train, in_rollout);
@@ -209,6 +195,16 @@ struct Sides {
     pair.u = Simd::zero_unless(both, pair.u);
     pair.power = Simd::zero_unless(both, pair.power);
     return pair;
+  }
+};
+
+// And which columns of both are near, by their distance.
+struct Standing : Sides {
+  Mask near;
+
+  Standing(const Pair& pair, Vector distance) : Sides(pair) {
+    near = Simd::both(both,
+                      Simd::less_equal(Simd::abs(distance), Simd::broadcast(near_limit<float>())));
   }
 };
 
@@ -337,17 +333,14 @@ struct Sums {
     Vector moment = Simd::mul(weight, pair.u);
     Vector bend = kTrainGap ? Simd::fma(mass, pair.u, mass) : zero;
     if (extreme) {
-      const Vector nothing = Simd::broadcast(-kInf);
-      const Mask in_rollout = Simd::less(nothing, pair.rollout);
-      const Mask in_train = Simd::less(nothing, pair.train);
-      violates = Simd::either(violates, Simd::but_not(in_rollout, in_train));
-      outside = Simd::either(outside, Simd::but_not(in_train, in_rollout));
+      const Sides at(pair);
+      violates = Simd::either(violates, at.only_rollout);
+      outside = Simd::either(outside, at.only_train);
       // Where an exponential is 0 its product is 0, whatever the other factor is; a difference of
       // two finite logits that overflowed does count elsewhere.
-      const Mask both = Simd::both(in_rollout, in_train);
-      moment = Simd::zero_unless(Simd::both(both, Simd::less(zero, weight)), moment);
+      moment = Simd::zero_unless(Simd::both(at.both, Simd::less(zero, weight)), moment);
       if constexpr (kTrainGap) {
-        bend = Simd::zero_unless(Simd::both(both, Simd::less(zero, mass)), bend);
+        bend = Simd::zero_unless(Simd::both(at.both, Simd::less(zero, mass)), bend);
       }
     }
     near_mass = Simd::add_where(near, near_mass, weight);
@@ -524,15 +517,13 @@ struct Run {
     sums.add_near(a, b, weight, poly.psi_over_u(Two{a.u, b.u}));
   }
 
-  template <int kExtra>
-  void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b) const {
-    add_close(sums, a, b, poly.exp2(Two{a.power, b.power}));
-  }
+  // This and the next two are each called from several loops, and cost a third more out of line.
 
   // Adds a block of log-ratios up to kClose. One polynomial gives psi(u) of the near and, with
   // u = v - k ln 2, exp(-u) = 2^k (1 - v + psi(v)) of the others.
   template <int kExtra>
-  void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& weight) const {
+  [[gnu::always_inline]] void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b,
+                                        const Two& weight) const {
     const Two k = {Simd::sub(Simd::fma(a.u, minus_log2e, to_integer), to_integer),
                    Simd::sub(Simd::fma(b.u, minus_log2e, to_integer), to_integer)};
     const Two v = fma(k, Two{ln2, ln2}, Two{a.u, b.u});
@@ -544,9 +535,23 @@ struct Run {
     sums.add_close(b, near_b, weight.b, ratio.b, mass.b);
   }
 
+  // Adds a block of log-ratios up to kClose, the largest in each lane given; whether all were near.
+  template <int kExtra>
+  [[gnu::always_inline]] bool add_bounded(Sums<kExtra>& sums, const Pair& a, const Pair& b,
+                                          const Two& weight, Vector largest) const {
+    const bool near = Simd::all(Simd::less_equal(largest, limit));
+    if (near) {
+      sums.add_near(a, b, weight, poly.psi_over_u(Two{a.u, b.u}));
+    } else {
+      add_close(sums, a, b, weight);
+    }
+    return near;
+  }
+
   // Adds a block with -inf in it whose other log-ratios are up to kClose; false where they are not.
   template <int kExtra>
-  bool add_gapped(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& train_power) const {
+  [[gnu::always_inline]] bool add_gapped(Sums<kExtra>& sums, const Pair& a, const Pair& b,
+                                         const Two& train_power) const {
     const Sides at_a(a), at_b(b);
     const Pair inside_a = at_a.inside(a), inside_b = at_b.inside(b);
     const Vector largest = Simd::larger_magnitude(inside_a.u, inside_b.u);
@@ -554,11 +559,7 @@ struct Run {
     const Two weight = poly.exp2(Two{a.power, b.power});
     const Two inside = {Simd::zero_unless(at_a.both, weight.a),
                         Simd::zero_unless(at_b.both, weight.b)};
-    if (Simd::all(Simd::less_equal(largest, limit))) {
-      sums.add_near(inside_a, inside_b, inside, poly.psi_over_u(Two{inside_a.u, inside_b.u}));
-    } else {
-      add_close(sums, inside_a, inside_b, inside);
-    }
+    add_bounded(sums, inside_a, inside_b, inside, largest);
     if (Simd::any(Simd::either(at_a.only_train, at_b.only_train))) {
       const Two mass = poly.exp2(train_power);
       sums.add_train_only(at_a.only_train, train_power.a, mass.a);
@@ -643,10 +644,8 @@ class Queue {
       const Two x = load_block<false>(rollout_ + column), y = load_block<false>(train_ + column);
       const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
       const Vector largest = Simd::larger_magnitude(a.u, b.u);
-      if (Simd::all(Simd::less_equal(largest, run.limit))) {
-        run.add_near(here, a, b);
-      } else if (Simd::all(Simd::less_equal(largest, run.bound))) {
-        run.add_close(here, a, b);
+      if (Simd::all(Simd::less_equal(largest, run.bound))) {
+        run.add_bounded(here, a, b, run.poly.exp2(Two{a.power, b.power}), largest);
       } else {
         const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
         run.add_any(here, a, b, train_power, padded && column + kBlock == waiting_);
@@ -691,12 +690,7 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
       close = Simd::all(Simd::both(Simd::less_equal(largest, run.bound),
                                    Simd::both(run.covered(a, b), run.covered(train_power))));
       if (!close) break;
-      if (Simd::all(Simd::less_equal(largest, run.limit))) {
-        run.add_near(here, a, b);
-      } else {
-        run.add_close(here, a, b);
-        near = false;
-      }
+      near &= run.add_bounded(here, a, b, run.poly.exp2(Two{a.power, b.power}), largest);
     }
     sums.join_near(here);
     if (!close || column == whole) {
@@ -732,14 +726,14 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
       const Two y = run.train_block(column);
       const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
       const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
-      const Mask has_a = Simd::less(nothing, y.a), has_b = Simd::less(nothing, y.b);
-      const Mask violates = Simd::either(Simd::but_not(in_a, has_a), Simd::but_not(in_b, has_b));
+      const Sides at_a(a), at_b(b);
+      const bool violates = Simd::any(Simd::either(at_a.only_rollout, at_b.only_rollout));
       const Mask covered = Simd::both(run.covered(a, b), run.covered(train_power));
-      goes_on = !Simd::any(violates) && Simd::all(Simd::both(covered, run.numbers(x, y)));
+      goes_on = !violates && Simd::all(Simd::both(covered, run.numbers(x, y)));
       if (!goes_on) break;
       const Two mass = run.poly.exp2(train_power);
-      here.add_train_only(Simd::but_not(has_a, in_a), train_power.a, mass.a);
-      here.add_train_only(Simd::but_not(has_b, in_b), train_power.b, mass.b);
+      here.add_train_only(at_a.only_train, train_power.a, mass.a);
+      here.add_train_only(at_b.only_train, train_power.b, mass.b);
       queue.keep(x, y, in_a, in_b);
     }
     sums.join(here);
@@ -894,8 +888,6 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
     largest = Simd::select(at.both, Simd::max(largest, Simd::sub(zero, t)), largest);
     if (Simd::all(at.near)) continue;
     const Mask far = Simd::but_not(at.both, at.near);
-    const Mask only_rollout = Simd::but_not(at.in_rollout, at.in_train);
-    const Mask only_train = Simd::but_not(at.in_train, at.in_rollout);
     const Vector train_power = columns.train_power(pair);
     const Vector q = Simd::zero_unless(at.in_train, Simd::mul(poly.exp2(train_power), train_mass));
     // q^2 / p in log space: neither factor need be representable.
@@ -911,14 +903,14 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
     const Vector apart = Simd::sub(Simd::add(p, q), Simd::add(root, root));
     const Vector difference = Simd::abs(Simd::sub(q, p));
     tv = Simd::add_where(Simd::but_not(at.both, at.near), tv, difference);
-    tv = Simd::add_where(only_rollout, tv, p);
-    tv = Simd::add_where(only_train, tv, q);
+    tv = Simd::add_where(at.only_rollout, tv, p);
+    tv = Simd::add_where(at.only_train, tv, q);
     chi2 = Simd::add_where(far, chi2, excess);
-    chi2 = Simd::add_where(only_rollout, chi2, p);
+    chi2 = Simd::add_where(at.only_rollout, chi2, p);
     bhattacharyya = Simd::add_where(far, bhattacharyya, apart);
-    bhattacharyya = Simd::add_where(only_rollout, bhattacharyya, p);
-    bhattacharyya = Simd::add_where(only_train, bhattacharyya, q);
-    outside = Simd::add_where(only_train, outside, q);
+    bhattacharyya = Simd::add_where(at.only_rollout, bhattacharyya, p);
+    bhattacharyya = Simd::add_where(at.only_train, bhattacharyya, q);
+    outside = Simd::add_where(at.only_train, outside, q);
   }
   out.tv = Simd::sum(tv);
   out.chi2 = Simd::sum(chi2);

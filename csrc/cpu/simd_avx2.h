@@ -119,8 +119,7 @@ struct Simd {
 
   // z - floor(z); anything at -inf
   static Vector fraction(Vector z) { return sub(z, _mm256_floor_ps(z)); }
-  // a 2^floor(z) for z <= 126 and 1 - 2^-24 <= a <= 2, or 1/2 <= a where z >= -125; 0 below z =
-  // -126
+  // a 2^floor(z) for z <= 126 and 1 - 2^-24 <= a <= 2 (1/2 <= a where z >= -125); 0 below -126
   static Vector scale(Vector a, Vector z) {
     const Mask alive = _mm256_cmp_ps(z, broadcast(-126.0f), _CMP_GE_OQ);
     const Vector n = _mm256_floor_ps(_mm256_max_ps(z, broadcast(-126.0f)));

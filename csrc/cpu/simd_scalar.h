@@ -123,8 +123,7 @@ struct Simd {
     z = clamped(z);
     return z - floor(z);
   }
-  // a 2^floor(z) for z <= 126 and 1 - 2^-24 <= a <= 2, or 1/2 <= a where z >= -125; 0 below z =
-  // -126
+  // a 2^floor(z) for z <= 126 and 1 - 2^-24 <= a <= 2 (1/2 <= a where z >= -125); 0 below -126
   static Vector scale(Vector a, Vector z) {
     const Mask alive = z >= broadcast(-126.0f);
     const Mask power = __builtin_convertvector(floor(clamped(z)), Mask) << 23;
