@@ -17,6 +17,8 @@ from trm_ext import _lib, reference
 from trm_ext.outputs import DIAGNOSTICS, OUTPUTS, VALUES, encode
 
 INF, NAN = float("inf"), float("nan")
+# The values of one sweep that need no token.
+SUMS = ("kl", "kl_train_rollout", "entropy_rollout", "entropy_train")
 STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,6 +37,20 @@ def capability(request):
 def twin(x, y, tokens=None, outputs=("kl",), temperatures=(None, None)):
     bits = encode(outputs)
     return reference.token_divergence(x, y, tokens, None, *temperatures, x.shape[-1], bits)
+
+
+def check(x, y, outputs, tokens=None):
+    """Divergences and diagnostics to KL_RTOL; log-probs and entropies also to 4e-6.
+
+    That is 2^-24 of log S and of logits below 32.
+    """
+    got = trm.token_divergence(x, y, tokens=tokens, outputs=outputs)
+    values, diagnostics, _ = twin(x, y, tokens, outputs)
+    for name, want in zip(outputs, [*values, *diagnostics], strict=True):
+        absolute = 0.0 if name in ("kl", "kl_train_rollout", *DIAGNOSTICS) else 4e-6
+        torch.testing.assert_close(
+            getattr(got, name).double(), want, rtol=KL_RTOL, atol=absolute, msg=name
+        )
 
 
 def test_a_name_this_processor_lacks_is_refused():
@@ -73,13 +89,7 @@ class TestValues:
     def test_every_stored_pair(self, capability, rollout, train):
         x, y = row_pair("flat", 3, 4099, 1e-2)
         x, y = x.to(rollout), y.to(train)
-        outputs = ("kl", "kl_train_rollout", *DIAGNOSTICS)
-        got = trm.token_divergence(x, y, outputs=outputs)
-        values, diagnostics, _ = twin(x, y, outputs=outputs)
-        for name, want in zip(outputs, [*values, *diagnostics], strict=True):
-            torch.testing.assert_close(
-                getattr(got, name).double(), want, rtol=KL_RTOL, atol=0, msg=name
-            )
+        check(x, y, ("kl", "kl_train_rollout", *DIAGNOSTICS))
 
     @pytest.mark.parametrize("share", (0.01, 0.2, 1.0))
     def test_far_tokens(self, capability, share):
@@ -87,10 +97,7 @@ class TestValues:
         far = torch.rand(3, 20000) < share
         y = x + torch.randn(3, 20000).double() * torch.where(far, 3.0, 0.01)
         x, y = x.float(), y.float()
-        got = trm.token_divergence(x, y, outputs=("kl", "kl_train_rollout"))
-        values, _, _ = twin(x, y, outputs=("kl", "kl_train_rollout"))
-        torch.testing.assert_close(got.kl.double(), values[0], rtol=KL_RTOL, atol=0)
-        torch.testing.assert_close(got.kl_train_rollout.double(), values[1], rtol=KL_RTOL, atol=0)
+        check(x, y, ("kl", "kl_train_rollout"))
 
     def test_rising_rows_move_their_frame_often(self, capability):
         x = torch.linspace(-300, 300, 9001)[None].repeat(2, 1)
@@ -118,13 +125,7 @@ class TestValues:
         off = torch.rand(2, 20011) < cut
         off[:, :9000] = True  # nothing finite in the first run
         x, y = x.masked_fill(off, -INF).float(), y.float()
-        outputs = ("kl", "kl_train_rollout", *DIAGNOSTICS)
-        got = trm.token_divergence(x, y, outputs=outputs)
-        values, diagnostics, _ = twin(x, y, outputs=outputs)
-        for name, want in zip(outputs, [*values, *diagnostics], strict=True):
-            torch.testing.assert_close(
-                getattr(got, name).double(), want, rtol=KL_RTOL, atol=0, msg=name
-            )
+        check(x, y, ("kl", "kl_train_rollout", *DIAGNOSTICS))
 
     @pytest.mark.parametrize("noise", (0.05, 1.0, 4.0))
     @pytest.mark.parametrize("share", (0.02, 0.5, 0.9))
@@ -143,13 +144,7 @@ class TestValues:
         y = (x + noise * e).float().masked_fill(y_gap, -INF)
         x = x.float().masked_fill(x_gap, -INF)
         tokens = (x + y).argmax(1)  # a column of both
-        got = trm.token_divergence(x, y, tokens=tokens, outputs=OUTPUTS)
-        values, diagnostics, _ = twin(x, y, tokens, OUTPUTS)
-        for name, want in zip(OUTPUTS, [*values, *diagnostics], strict=True):
-            absolute = 0.0 if name in ("kl", "kl_train_rollout", *DIAGNOSTICS) else 4e-6
-            torch.testing.assert_close(
-                getattr(got, name).double(), want, rtol=KL_RTOL, atol=absolute, msg=name
-            )
+        check(x, y, OUTPUTS, tokens)
 
     @pytest.mark.parametrize("noise", (0.05, 2.0, 6.0))
     @pytest.mark.parametrize("low", (80.0, 90.0, 100.0, 120.0, 1e4))
@@ -158,7 +153,7 @@ class TestValues:
         generator = torch.Generator().manual_seed(0)
         x, e = torch.randn(2, 2, 5003, generator=generator, dtype=torch.float64)
         x = torch.where(torch.rand(x.shape, generator=generator) < 0.3, x - low, x)
-        self.check_sums(x.float(), (x + noise * e).float())
+        check(x.float(), (x + noise * e).float(), SUMS)
 
     @pytest.mark.parametrize("height", (60.0, 90.0, 118.0, 300.0))
     @pytest.mark.parametrize("side", ("rollout", "train"))
@@ -168,16 +163,7 @@ class TestValues:
         x = 2 * x
         y = x - 9 + 0.3 * e
         (x if side == "rollout" else y)[:, 3800] += height
-        self.check_sums(x.float(), y.float())
-
-    def check_sums(self, x, y):
-        names = ("kl", "kl_train_rollout", "entropy_rollout", "entropy_train")
-        got = trm.token_divergence(x, y, outputs=names)
-        for name, want in zip(names, twin(x, y, outputs=names)[0], strict=True):
-            absolute = 0.0 if name.startswith("kl") else 4e-6
-            torch.testing.assert_close(
-                getattr(got, name).double(), want, rtol=KL_RTOL, atol=absolute, msg=name
-            )
+        check(x.float(), y.float(), SUMS)
 
     @pytest.mark.parametrize("column", (0, 8000, 8192, 32767, 32768, 39999))
     def test_flags_anywhere(self, capability, column):
