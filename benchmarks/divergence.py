@@ -36,7 +36,7 @@ PREFETCHES = ((0, 1), (8, 1), (16, 1), (32, 1), (64, 1), (32, 2), (40, 2), (48, 
 # takes back the memory of the last gradient, and every provider's next one waits for it.
 EAGER = ("eager", "lse form")
 COMPILED = ("torch.compile", "torch.compile lse")
-KINDS = ("near", "far1", "far20", "far50", "top-p")
+KINDS = ("near", "far1", "far20", "far50", "remote1", "remote20", "top-p", "half", "gaps", "masked")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,20 +87,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def rows(kind: str, count: int, vocab: int, dtype: str) -> tuple[Tensor, Tensor]:
-    """Logits of std 3 with mismatch noise 0.05; a share of far tokens, or a top-p rollout."""
+    """Logits of std 3 with mismatch noise 0.05, and columns apart from that.
+
+    far: by 1/2 to some 4 nats; remote: by 9 to 13; top-p and half: 90 % and 50 % of the rollout
+    -inf; gaps: 10 % of both sides -inf; masked: half of the rollout -1e4.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, vocab, generator=generator) * 3
     noise = torch.randn(count, vocab, generator=generator)
-    share = {"far1": 0.01, "far20": 0.2, "far50": 0.5}.get(kind, 0.0)
-    if share:
-        far = torch.rand(count, vocab, generator=generator) < share
-        scale = torch.where(far, 1.0, 0.05)
-        noise = torch.where(far, noise.sign() * (0.5 + noise.abs()), noise)
-        y = x + noise * scale
-    else:
-        y = x + 0.05 * noise
-    if kind == "top-p":
-        x = x.masked_fill(torch.rand(count, vocab, generator=generator) < 0.9, -float("inf"))
+    shares = {"far1": 0.01, "far20": 0.2, "far50": 0.5, "remote1": 0.01, "remote20": 0.2}
+    shares |= {"top-p": 0.9, "half": 0.5, "gaps": 0.1, "masked": 0.5}
+    chosen = torch.rand(count, vocab, generator=generator) < shares.get(kind, 0.0)
+    y = x + 0.05 * noise
+    if kind.startswith("far"):
+        y = torch.where(chosen, x + noise.sign() * (0.5 + noise.abs()), y)
+    elif kind.startswith("remote"):
+        y = torch.where(chosen, x - 9 - noise.abs(), y)
+    elif kind == "masked":
+        x = x.masked_fill(chosen, -1e4)
+    elif kind != "near":
+        x = x.masked_fill(chosen, -float("inf"))
+    if kind == "gaps":
+        y = y.masked_fill(chosen, -float("inf"))
     return x.to(DTYPES[dtype]), y.to(DTYPES[dtype])
 
 

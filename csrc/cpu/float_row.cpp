@@ -31,12 +31,14 @@ constexpr double kFrameExcess = 0.25;
 constexpr double kLeastMass = 0x1p-60;
 // Part of the slice's KL that the rounding of x - y may be: beyond, it is restored.
 constexpr double kMostRounding = 1e-7;
+// Nats that the mass of one side, with what it has alone, may stand above the other's.
+constexpr double kMostOutside = 8.0;
 constexpr double kLog2e = 1.4426950408889634;
 // How far a logit may stand above its frame, see frame_slack(), in powers of 2.
 constexpr float kSlack = static_cast<float>(frame_slack<float>() * kLog2e);
 // Rows beyond these take doubles: a difference of two logits may not be representable; the
 // rollout's maximum times the rate must round to something within a small part of a nat.
-constexpr float kLargest = 1.6e38f;
+constexpr float kLargest = 1e30f;
 constexpr double kLargestOrigin = 1 << 20;
 
 // A row's logits as the runs want them: contiguous, in their own type or widened to float32.
@@ -226,7 +228,6 @@ void add(DivergenceState<double>& state, const RunSums& sums) {
   state.near_first += sums.near_first;
   state.near_gap += sums.near_gap;
   state.far_mass += sums.far_mass;
-  state.far_first += sums.far_first;
   state.far_train += sums.far_train;
   state.train_gap += sums.train_gap;
   state.rollout_log += sums.rollout_log;
@@ -240,10 +241,34 @@ double relative_excess(const DivergenceState<double>& state) {
   return excess / (state.near_mass + state.far_mass);
 }
 
-// Mean log-ratio L = c - log1p(B/S) of what a state has summed; c itself where it has none.
+// Whether one side has columns to itself.
+bool has_one_sided(const DivergenceState<double>& state) {
+  return state.far_mass != 0.0 || state.far_train != 0.0;
+}
+
+// B/S of the columns that both sides have: mass that only one has is exact in G and B alike, and
+// costs the others no digit.
+double relative_excess_inside(const DivergenceState<double>& state) {
+  return (state.near_gap - state.near_first) / state.near_mass;
+}
+
+// The shift for what a state has summed: the mean log-ratio L = c - log1p(B/S) of the columns that
+// both sides have, unless what one has alone would stand too far above; c where there is none.
 double mean_log_ratio(const DivergenceState<double>& state) {
-  const double log_ratio = state.shift - std::log1p(relative_excess(state));
+  double log_ratio = state.shift - std::log1p(relative_excess(state));
+  if (has_one_sided(state)) {
+    const double inside = state.shift - std::log1p(relative_excess_inside(state));
+    if (inside < infinity<double>()) {
+      log_ratio = std::clamp(inside, log_ratio - kMostOutside, log_ratio + kMostOutside);
+    }
+  }
   return std::fabs(log_ratio) < infinity<double>() ? log_ratio : state.shift;
+}
+
+// b - log1p(b); `roughly`: its first Pade form where that is good to half a percent.
+double log1p_gap(double b, bool roughly) {
+  if (roughly && std::fabs(b) < 0.25) return 0.5 * b * b / (1.0 + b * (2.0 / 3.0));
+  return b - std::log1p(b);
 }
 
 // What a state's gaps G and R are made of: the two divergences, and what comes of a shift that is
@@ -259,21 +284,26 @@ struct ShiftEffect {
   // `roughly`: what comes of the shift to half a percent, and the divergences to as much of it.
   explicit ShiftEffect(const DivergenceState<double>& state, bool roughly = true) {
     const double mass = state.near_mass + state.far_mass;
-    if (!state.has_both() || mass < kLeastMass) return;
+    if (!state.has_both() || state.near_mass < kLeastMass) return;
     const double b = relative_excess(state);
-    const bool matters = std::fabs(b) > kShiftKept;
-    // b - log1p(b) and (1 + b) log1p(b) - b, or their first Pade forms.
-    const bool small = roughly && std::fabs(b) < 0.25;
-    const double half = 0.5 * b * b;
-    const double from_shift = mass * (small ? half / (1.0 + b * (2.0 / 3.0)) : b - std::log1p(b));
+    const double inside = has_one_sided(state) ? relative_excess_inside(state) : b;
+    const double from_shift = mass * log1p_gap(b, roughly);
     kl = (state.near_gap + ((state.far_train - state.far_mass) + state.far_first)) - from_shift;
-    if (matters) excess = b < 0.0 ? mass * half / std::max(0.0, 1.0 + b) : from_shift;
-    if (state.has(kCarriesTrainGap)) {
-      const double from_shift_train = mass * (small ? half / (1.0 + b / 3.0) : xlogx_gap(b));
-      kl_train = state.train_gap - from_shift_train;
-      excess_train = matters ? from_shift_train : 0.0;
+    const bool matters = std::fabs(inside) > kShiftKept;
+    if (matters && !state.has(kSupportViolation)) {
+      excess = inside < 0.0
+                   ? state.near_mass * (0.5 * inside * inside) / std::max(0.0, 1.0 + inside)
+               : inside == b ? from_shift
+                             : state.near_mass * log1p_gap(inside, roughly);
     }
-    blurs = matters && mass > 0.9 && mass < 1.2 && std::fabs(b) * mass > 4.0 * kl;
+    // A side with mass outside the other's support has an infinite divergence: no digits.
+    if (state.has(kCarriesTrainGap) && !state.has(kOutsideSupport)) {
+      const bool small = roughly && std::fabs(b) < 0.25;
+      const double from_shift_train = mass * (small ? 0.5 * b * b / (1.0 + b / 3.0) : xlogx_gap(b));
+      kl_train = state.train_gap - from_shift_train;
+      excess_train = std::fabs(b) > kShiftKept ? from_shift_train : 0.0;
+    }
+    blurs = matters && mass > 0.9 && mass < 1.2 && std::fabs(inside) * mass > 4.0 * kl;
   }
 };
 

@@ -39,7 +39,7 @@ struct RunArgs {
 
 struct RunSums {
   double near_mass, near_first, near_gap;
-  double far_mass, far_first, far_train;
+  double far_mass, far_train;  // of columns that one side has alone, or the rollout gives no mass
   double train_gap, rollout_log, train_log;
   bool violates;    // rollout > -inf where train = -inf
   bool outside;     // train > -inf where rollout = -inf

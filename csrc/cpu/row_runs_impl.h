@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The runs of row_runs.h over the Simd that the including file chose. Formulas: divergence_state.h.
 // Hot path per block of near columns (|u| <= 1/2, inside the frame): one exponential, one
-// polynomial and three sums per vector, two compares. Log-ratios up to 8 cost a rounding and a
-// scale more, others (and -inf) a second exponential; NaN, +inf or a frame that no longer covers
-// ends the run.
+// polynomial and three sums per vector, two compares. Log-ratios from -8 to 65536 cost a rounding
+// and a scale more; where the rollout lacks columns, one exponential serves either side; anything
+// else takes two. NaN, +inf or a frame that no longer covers ends the run.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +16,16 @@ namespace {
 
 using Vector = Simd::Vector;
 using Mask = Simd::Mask;
+using Bits = Simd::Bits;
 
 constexpr float kInf = __builtin_inff();
 
 constexpr float kLn2 = 0.693147181f;
-constexpr float kClose = 8.0f;  // log-ratios up to which exp(-u) is formed by itself
+// Log-ratios from -kClose to kFarthest have exp(-u) formed by itself, from the rollout's
+// exponential. A train mass larger by more than exp(kClose) would inherit that one's errors.
+constexpr float kClose = 8.0f;
+constexpr float kFarthest = 65536.0f;
+constexpr float kNoPower = -150.0f;  // 2^z is 0 below
 // Equal columns round alike, so a chain of n float additions may be off by n 2^-25 of its sum: sums
 // of so many additions each are added up, and those likewise (Chained).
 constexpr int64_t kChain = 32;
@@ -96,10 +101,16 @@ inline Vector difference_error(Vector a, Vector b, Vector difference) {
   return Simd::add(Simd::sub(a, a_part), Simd::sub(b_part, b));
 }
 
+// A power of 2 as one of e; bounded, so that its product with an exponential that is 0 is 0.
+inline Vector natural(Vector power) {
+  return Simd::max(Simd::mul(power, Simd::broadcast(kLn2)), Simd::broadcast(-1e30f));
+}
+
 // What a pair of columns is in the frame, before any exponential.
 struct Pair {
   Vector rollout, train;  // as stored
   Vector power;           // (x - M) log2(e)
+  Vector difference;      // x - y, rounded; infinite where one side lacks the column
   Vector u;               // (x - y) - c
   Vector product_error_train;
   Vector scaled_train;
@@ -123,11 +134,16 @@ struct Columns {
         train_high(Simd::broadcast(args.train_high)),
         train_low(Simd::broadcast(args.train_low)) {}
 
+  // Finite where the value is, so that a product with 0 is 0.
   Vector scaled(Vector value) const {
     // The low part of a product with -inf would be NaN.
-    const Mask finite = Simd::less(Simd::broadcast(-kInf), value);
+    const Mask finite = Simd::less(Simd::abs(value), Simd::broadcast(kInf));
     const Vector product = Simd::fma(value, rollout_high, Simd::mul(value, rollout_low));
-    return Simd::select(finite, product, value);
+    return Simd::select(finite, bounded(product), value);
+  }
+  static Vector bounded(Vector value) {
+    const Vector largest = Simd::broadcast(0x1.fffffep127f);
+    return Simd::min(Simd::max(value, Simd::sub(Simd::broadcast(0.0f), largest)), largest);
   }
 
   // kResidue restores the rounding of x - y.
@@ -137,24 +153,20 @@ struct Columns {
     out.rollout = x;
     out.train = y;
     if constexpr (kScale == RunScale::kMixed) {
-      const Vector a = Simd::mul(x, rollout_high);
-      const Vector b = Simd::mul(y, train_high);
-      // A product with -inf has no error.
-      const Vector nothing = Simd::broadcast(-kInf);
-      const Vector a_error =
-          Simd::zero_unless(Simd::less(nothing, x),
-                            Simd::fma(x, rollout_low, Simd::product_error(x, rollout_high, a)));
-      const Vector b_error = Simd::zero_unless(
-          Simd::less(nothing, y), Simd::fma(y, train_low, Simd::product_error(y, train_high, b)));
-      const Vector difference = Simd::sub(a, b);
+      Vector a_error, b_error;
+      const Vector a = tempered(x, rollout_high, rollout_low, a_error);
+      const Vector b = tempered(y, train_high, train_low, b_error);
+      const Vector difference = out.difference = Simd::sub(a, b);
       const Vector error = Simd::add(Simd::sub(difference_error(a, b, difference), shift_low),
                                      Simd::sub(a_error, b_error));
       out.u = Simd::add(Simd::sub(difference, shift), error);
+      out.u = Simd::select(Simd::less(Simd::abs(difference), Simd::broadcast(kInf)), bounded(out.u),
+                           difference);
       out.power = Simd::mul(Simd::add(Simd::sub(a, max_rollout), a_error), rate);
       out.scaled_train = b;
       out.product_error_train = b_error;
     } else {
-      const Vector difference = Simd::sub(x, y);
+      const Vector difference = out.difference = Simd::sub(x, y);
       out.u = Simd::sub(difference, shift);
       if constexpr (kResidue) {
         out.u = Simd::add(out.u, Simd::sub(difference_error(x, y, difference), shift_low));
@@ -163,6 +175,16 @@ struct Columns {
       out.power = Simd::fused(x, rate, origin);
     }
     return out;
+  }
+
+  // A logit over its temperature, and what its rounding lost. Finite where the logit is.
+  static Vector tempered(Vector logit, Vector high, Vector low, Vector& error) {
+    const Vector product = Simd::mul(logit, high);
+    const Mask exact = Simd::less(Simd::abs(product), Simd::broadcast(kInf));
+    error =
+        Simd::zero_unless(exact, Simd::fma(logit, low, Simd::product_error(logit, high, product)));
+    return Simd::select(Simd::less(Simd::abs(logit), Simd::broadcast(kInf)), bounded(product),
+                        logit);
   }
 
   // (y - (M - c)) log2(e), for columns that are not near; the train maximum M - c is kept to twice
@@ -189,13 +211,6 @@ struct Sides {
     only_rollout = Simd::but_not(in_rollout, in_train);
     only_train = Simd::but_not(in_train, in_rollout);
   }
-
-  // As if the others were equal columns; their weight is the caller's to take away.
-  Pair inside(Pair pair) const {
-    pair.u = Simd::zero_unless(both, pair.u);
-    pair.power = Simd::zero_unless(both, pair.power);
-    return pair;
-  }
 };
 
 // And which columns of both are near, by their distance.
@@ -207,6 +222,12 @@ struct Standing : Sides {
                       Simd::less_equal(Simd::abs(distance), Simd::broadcast(near_limit<float>())));
   }
 };
+
+// The first `left` columns of a vector; -inf elsewhere.
+template <typename T>
+inline Vector load_vector(const T* place, int64_t left) {
+  return left >= Simd::kLanes ? Simd::load(place) : Simd::load(place, Simd::first(left));
+}
 
 // A block of columns is in memory order, except that where both sides are bfloat16 one vector holds
 // the even and the other the odd columns: a load and two cheap operations in place of two loads,
@@ -265,19 +286,34 @@ struct Padded {
   }
 };
 
+// exp(-u) of a vector of columns, and psi(u) = exp(-u) - 1 + u to its own precision.
+struct Decay {
+  Vector psi, value;
+  Mask near;
+
+  // 1 - (1 + u) exp(-u)
+  Vector chi(Vector u) const {
+    const Vector near_part = Simd::sub(Simd::mul(u, u), Simd::fma(u, psi, psi));
+    const Vector far_part = Simd::sub(Simd::broadcast(1.0f), Simd::fma(u, value, value));
+    return Simd::select(near, near_part, far_part);
+  }
+};
+
 // What a run has accumulated.
 template <int kExtra>
 struct Sums {
   static constexpr bool kTrainGap = (kExtra & kRunTrainGap) != 0;
   static constexpr bool kEntropy = (kExtra & kRunEntropy) != 0;
   Vector near_mass, near_first, near_gap;
-  Vector far_mass, far_first, far_train;
+  Vector bent_mass, bent_gap, bent_train;  // sums of w, w psi(u) and w exp(-u)
+  Vector far_mass, far_train;              // columns of one side alone
   Vector train_gap, rollout_log, train_log;
-  Mask violates = Simd::none(), outside = Simd::none();
+  // Of x - y, where a block had -inf: infinite where one side lacks a column.
+  Vector least = Simd::broadcast(0.0f), largest = Simd::broadcast(0.0f);
 
   Sums() {
     near_mass = near_first = near_gap = Simd::broadcast(0.0f);
-    far_mass = far_first = far_train = near_mass;
+    bent_mass = bent_gap = bent_train = far_mass = far_train = near_mass;
     train_gap = rollout_log = train_log = near_mass;
   }
 
@@ -298,91 +334,109 @@ struct Sums {
   }
 
   void add_near_logs(const Pair& pair, Vector weight, Vector moment, Vector ratio) {
-    const Vector log_weight = Simd::mul(pair.power, Simd::broadcast(kLn2));
+    const Vector log_weight = natural(pair.power);
     rollout_log = Simd::fma(weight, log_weight, rollout_log);
     const Vector mass = Simd::fma(moment, Simd::sub(ratio, Simd::broadcast(1.0f)), weight);
     train_log = Simd::fma(mass, Simd::sub(log_weight, pair.u), train_log);
   }
 
-  // Columns of log-ratios up to kClose; mass is the train side's. The sums are the near ones: for
-  // any u, w psi(u) = mass - w + w u.
-  void add_close(const Pair& pair, Mask near, Vector weight, Vector ratio, Vector mass) {
-    const Vector moment = Simd::mul(weight, pair.u);
-    near_mass = Simd::add(near_mass, weight);
-    near_first = Simd::add(near_first, moment);
-    const Vector far_gap = Simd::fma(weight, pair.u, Simd::sub(mass, weight));
-    near_gap = Simd::add(near_gap, Simd::mul_where(near, moment, ratio, far_gap));
+  // Columns of log-ratios from -kClose to kFarthest. With gaps: where the mask is off, u is 0 and
+  // the weight another's. Of what is not near w exp(-u) is summed in place of w u: gap less moment
+  // would be a small difference of large sums.
+  template <bool kNear, bool kGaps>
+  void add_decay(const Pair& pair, Mask here, Vector weight, const Decay& decay) {
+    Vector& mass = kNear ? near_mass : bent_mass;
+    mass = kGaps ? Simd::add_where(here, mass, weight) : Simd::add(mass, weight);
+    if constexpr (kNear) {
+      near_first = Simd::fma(weight, pair.u, near_first);
+      near_gap = Simd::fma(weight, decay.psi, near_gap);
+    } else {
+      bent_gap = Simd::fma(weight, decay.psi, bent_gap);
+      bent_train = kGaps ? Simd::fma_where(here, weight, decay.value, bent_train)
+                         : Simd::fma(weight, decay.value, bent_train);
+    }
+    if constexpr (kTrainGap) train_gap = Simd::fma(weight, decay.chi(pair.u), train_gap);
+    if constexpr (kEntropy) {
+      const Vector inside = kGaps ? Simd::zero_unless(here, weight) : weight;
+      const Vector log_weight = natural(pair.power);
+      rollout_log = Simd::fma(inside, log_weight, rollout_log);
+      train_log =
+          Simd::fma(Simd::mul(inside, decay.value), Simd::sub(log_weight, pair.u), train_log);
+    }
+  }
+
+  // Columns that the rollout gives no mass.
+  void add_train_only(const Pair& pair, Mask here, Vector train_power, Vector mass) {
+    far_train = Simd::add_where(here, far_train, mass);
+    see(pair.difference);
+    if constexpr (kTrainGap) {
+      const Mask both = Simd::less(Simd::abs(pair.difference), Simd::broadcast(kInf));
+      train_gap = Simd::sub(
+          train_gap, Simd::zero_unless(Simd::both(here, both), Simd::fma(mass, pair.u, mass)));
+    }
+    if constexpr (kEntropy) {
+      train_log = Simd::fma_where(here, mass, natural(train_power), train_log);
+    }
+  }
+
+  // Any columns that the frame covers; mass is the train side's.
+  void add_any(const Pair& pair, Mask near, Vector weight, Vector ratio, Vector train_power,
+               Vector mass) {
+    const Mask both = Simd::less(Simd::abs(pair.difference), Simd::broadcast(kInf));
+    const Mask alone = Simd::opposite(both);
+    const Vector moment = Simd::zero_unless(both, Simd::mul(weight, pair.u));
+    const Vector near_gap = Simd::mul(moment, ratio);
+    const Vector near_train = Simd::add(weight, Simd::sub(near_gap, moment));
+    const Vector far_gap = Simd::add(Simd::sub(mass, weight), moment);
+    bent_mass = Simd::add_where(both, bent_mass, weight);
+    bent_gap = Simd::add_where(both, bent_gap, Simd::select(near, near_gap, far_gap));
+    bent_train = Simd::add_where(both, bent_train, Simd::select(near, near_train, mass));
+    far_mass = Simd::add_where(alone, far_mass, weight);
+    far_train = Simd::add_where(alone, far_train, mass);
+    see(pair.difference);
     if constexpr (kTrainGap) {
       const Vector near_part = Simd::mul(moment, chi_over_u(pair.u, ratio));
       const Vector far_part = Simd::sub(weight, Simd::fma(mass, pair.u, mass));
-      train_gap = Simd::add(train_gap, Simd::select(near, near_part, far_part));
+      train_gap = Simd::add_where(both, train_gap, Simd::select(near, near_part, far_part));
     }
     if constexpr (kEntropy) {
-      const Vector log_weight = Simd::mul(pair.power, Simd::broadcast(kLn2));
-      rollout_log = Simd::fma(weight, log_weight, rollout_log);
-      train_log = Simd::fma(mass, Simd::sub(log_weight, pair.u), train_log);
+      rollout_log = Simd::fma(weight, natural(pair.power), rollout_log);
+      train_log = Simd::fma(mass, natural(train_power), train_log);
     }
   }
 
-  // Any columns that the frame covers; none is NaN or +inf. `extreme`: one of them is -inf, or a
-  // difference of two overflowed.
-  void add_any(const Pair& pair, Mask near, Vector weight, Vector ratio, Vector train_power,
-               Vector mass, bool extreme) {
-    const Vector zero = Simd::broadcast(0.0f);
-    const Mask far = Simd::opposite(near);
-    Vector moment = Simd::mul(weight, pair.u);
-    Vector bend = kTrainGap ? Simd::fma(mass, pair.u, mass) : zero;
-    if (extreme) {
-      const Sides at(pair);
-      violates = Simd::either(violates, at.only_rollout);
-      outside = Simd::either(outside, at.only_train);
-      // Where an exponential is 0 its product is 0, whatever the other factor is; a difference of
-      // two finite logits that overflowed does count elsewhere.
-      moment = Simd::zero_unless(Simd::both(at.both, Simd::less(zero, weight)), moment);
-      if constexpr (kTrainGap) {
-        bend = Simd::zero_unless(Simd::both(at.both, Simd::less(zero, mass)), bend);
-      }
-    }
-    near_mass = Simd::add_where(near, near_mass, weight);
-    far_mass = Simd::add_where(far, far_mass, weight);
-    far_train = Simd::add_where(far, far_train, mass);
-    near_first = Simd::add_where(near, near_first, moment);
-    far_first = Simd::add_where(far, far_first, moment);
-    near_gap = Simd::fma_where(near, moment, ratio, near_gap);
-    if constexpr (kTrainGap) {
-      train_gap = Simd::fma_where(near, moment, chi_over_u(pair.u, ratio), train_gap);
-      train_gap = Simd::add_where(far, train_gap, Simd::sub(weight, bend));
-    }
-    if constexpr (kEntropy) {
-      rollout_log = Simd::fma_where(Simd::less(zero, weight), weight,
-                                    Simd::mul(pair.power, Simd::broadcast(kLn2)), rollout_log);
-      add_train_log(train_power, mass);
-    }
-  }
-
-  // Columns that only the train side has.
-  void add_train_only(Mask only_train, Vector train_power, Vector mass) {
-    outside = Simd::either(outside, only_train);
-    far_train = Simd::add_where(only_train, far_train, mass);
-    if constexpr (kEntropy) add_train_log(train_power, Simd::zero_unless(only_train, mass));
-  }
-
-  // Columns that only the rollout has.
-  void add_rollout_only(Mask only_rollout, Vector power, Vector weight) {
-    violates = Simd::either(violates, only_rollout);
-    far_mass = Simd::add_where(only_rollout, far_mass, weight);
-    if constexpr (kTrainGap) train_gap = Simd::add_where(only_rollout, train_gap, weight);
-    if constexpr (kEntropy) {
-      const Mask counts = Simd::both(only_rollout, Simd::less(Simd::broadcast(0.0f), weight));
-      rollout_log =
-          Simd::fma_where(counts, weight, Simd::mul(power, Simd::broadcast(kLn2)), rollout_log);
-    }
+  // NaN, where both sides lack a column, is passed over.
+  void see(Vector difference) {
+    least = Simd::min(difference, least);
+    largest = Simd::max(difference, largest);
   }
 
   void join_near(const Sums& other) {
     near_mass = Simd::add(near_mass, other.near_mass);
     near_first = Simd::add(near_first, other.near_first);
     near_gap = Simd::add(near_gap, other.near_gap);
+    join_extras(other);
+  }
+
+  void join_bent(const Sums& other) {
+    bent_mass = Simd::add(bent_mass, other.bent_mass);
+    bent_gap = Simd::add(bent_gap, other.bent_gap);
+    bent_train = Simd::add(bent_train, other.bent_train);
+    join_extras(other);
+  }
+
+  void join(const Sums& other) {
+    join_near(other);
+    bent_mass = Simd::add(bent_mass, other.bent_mass);
+    bent_gap = Simd::add(bent_gap, other.bent_gap);
+    bent_train = Simd::add(bent_train, other.bent_train);
+    far_mass = Simd::add(far_mass, other.far_mass);
+    far_train = Simd::add(far_train, other.far_train);
+    least = Simd::min(least, other.least);
+    largest = Simd::max(largest, other.largest);
+  }
+
+  void join_extras(const Sums& other) {
     if constexpr (kTrainGap) train_gap = Simd::add(train_gap, other.train_gap);
     if constexpr (kEntropy) {
       rollout_log = Simd::add(rollout_log, other.rollout_log);
@@ -390,34 +444,25 @@ struct Sums {
     }
   }
 
-  void join(const Sums& other) {
-    join_near(other);
-    far_mass = Simd::add(far_mass, other.far_mass);
-    far_first = Simd::add(far_first, other.far_first);
-    far_train = Simd::add(far_train, other.far_train);
-    violates = Simd::either(violates, other.violates);
-    outside = Simd::either(outside, other.outside);
-  }
-
-  void add_train_log(Vector train_power, Vector mass) {
-    train_log = Simd::fma_where(Simd::less(Simd::broadcast(0.0f), mass), mass,
-                                Simd::mul(train_power, Simd::broadcast(kLn2)), train_log);
-  }
-
-  // has_far: any but near and close columns were added.
-  void write(bool has_far, RunSums& out) const {
+  // `others`: any but near columns were added.
+  void write(bool others, RunSums& out) const {
     out = {};
     out.near_mass = Simd::sum(near_mass);
     out.near_first = Simd::sum(near_first);
     out.near_gap = Simd::sum(near_gap);
-    if (has_far) {
-      out.violates = Simd::any(violates);
-      out.outside = Simd::any(outside);
+    if (others) {
+      // B, of any columns, is near_gap - near_first.
+      const double mass = Simd::sum(bent_mass), gap = Simd::sum(bent_gap);
+      out.near_mass += mass;
+      out.near_first += gap - (Simd::sum(bent_train) - mass);
+      out.near_gap += gap;
       out.far_mass = Simd::sum(far_mass);
-      out.far_first = Simd::sum(far_first);
       out.far_train = Simd::sum(far_train);
+      out.violates = Simd::largest(largest) == kInf;
+      out.outside = Simd::largest(Simd::sub(Simd::broadcast(0.0f), least)) == kInf;
     }
-    if constexpr (kTrainGap) out.train_gap = Simd::sum(train_gap);
+    // What only the rollout has, as exact as in S.
+    if constexpr (kTrainGap) out.train_gap = Simd::sum(train_gap) + out.far_mass;
     if constexpr (kEntropy) {
       out.rollout_log = Simd::sum(rollout_log);
       out.train_log = Simd::sum(train_log);
@@ -433,12 +478,17 @@ class Chained {
     recent_.join_near(stretch);
     count();
   }
-  void join(const Sums<kExtra>& stretch) {
-    recent_.join(stretch);
-    has_far_ = true;
+  void join_bent(const Sums<kExtra>& stretch) {
+    recent_.join_bent(stretch);
+    others_ = true;
     count();
   }
-  bool has_far() const { return has_far_; }
+  void join(const Sums<kExtra>& stretch) {
+    recent_.join(stretch);
+    others_ = true;
+    count();
+  }
+  bool has_others() const { return others_; }
   Sums<kExtra> total() const {
     Sums<kExtra> out = earlier_;
     out.join(recent_);
@@ -455,11 +505,11 @@ class Chained {
 
   Sums<kExtra> earlier_, recent_;
   int64_t joined_ = 0;
-  bool has_far_ = false;
+  bool others_ = false;
 };
 
 // Which loop a run's next block belongs to.
-enum class Loop { kNear, kClose, kAny, kTruncated };
+enum class Loop { kNear, kClose, kNearGapped, kCloseGapped, kAny };
 
 // The run's inputs and constants.
 template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
@@ -475,7 +525,8 @@ struct Run {
   const Vector limit = Simd::constant(near_limit<float>());
   const Vector slack, train_slack;
   const Vector infinite = Simd::constant(kInf);
-  const Vector bound = Simd::constant(kClose);
+  const Vector bound = Simd::constant(kClose), minus_bound = Simd::constant(-kClose);
+  const Vector farthest = Simd::constant(kFarthest), no_power = Simd::constant(kNoPower);
   const Vector minus_log2e = Simd::constant(-1.44269504f);
   const Vector one = Simd::constant(1.0f);
   const Vector ln2 = Simd::constant(kLn2);
@@ -506,9 +557,15 @@ struct Run {
     return Simd::less_equal(Simd::larger_above_zero(train_power.a, train_power.b), train_slack);
   }
 
-  // On where no column is NaN or +inf: a sum with one in it is NaN or +inf.
-  Mask numbers(const Two& x, const Two& y) const {
-    return Simd::less(Simd::add(Simd::add(x.a, x.b), Simd::add(y.a, y.b)), infinite);
+  // Whether the block at `column`, which may be the run's last and not full, is without NaN and
+  // +inf.
+  bool are_numbers(int64_t column) const {
+    bool found = true;
+    for (int64_t i = column; i < std::min(column + kBlock, count); i += Simd::kLanes) {
+      const Vector x = load_vector(rollout + i, count - i), y = load_vector(train + i, count - i);
+      found &= Simd::all(Simd::both(Simd::less(x, infinite), Simd::less(y, infinite)));
+    }
+    return found;
   }
 
   template <int kExtra>
@@ -517,158 +574,150 @@ struct Run {
     sums.add_near(a, b, weight, poly.psi_over_u(Two{a.u, b.u}));
   }
 
-  // This and the next two are each called from several loops, and cost a third more out of line.
+  Mask are_near(Vector u) const { return Simd::less_equal(Simd::abs(u), limit); }
+  // On for log-ratios from -kClose to kFarthest.
+  Mask are_close(Vector u) const { return Simd::between(u, minus_bound, farthest); }
+  // On where the rollout has no column, or gives it no mass.
+  Mask are_gaps(Vector power) const { return Simd::less(power, no_power); }
 
-  // Adds a block of log-ratios up to kClose. One polynomial gives psi(u) of the near and, with
-  // u = v - k ln 2, exp(-u) = 2^k (1 - v + psi(v)) of the others.
-  template <int kExtra>
-  [[gnu::always_inline]] void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b,
-                                        const Two& weight) const {
-    const Two k = {Simd::sub(Simd::fma(a.u, minus_log2e, to_integer), to_integer),
-                   Simd::sub(Simd::fma(b.u, minus_log2e, to_integer), to_integer)};
-    const Two v = fma(k, Two{ln2, ln2}, Two{a.u, b.u});
-    const Two ratio = poly.psi_over_u(v);
-    const Two factor = fma(v, ratio, Two{Simd::sub(one, v.a), Simd::sub(one, v.b)});
-    const Two mass = mul(weight, scale(factor, k));
-    const Mask near_a = Simd::equal(k.a, zero), near_b = Simd::equal(k.b, zero);
-    sums.add_close(a, near_a, weight.a, ratio.a, mass.a);
-    sums.add_close(b, near_b, weight.b, ratio.b, mass.b);
+  bool are_near(const Pair& a, const Pair& b) const {
+    return Simd::all(Simd::less_equal(Simd::larger_magnitude(a.u, b.u), limit));
+  }
+  bool are_near_or_gaps(const Pair& a, const Pair& b) const {
+    return Simd::all(Simd::both(Simd::either(are_near(a.u), are_gaps(a.power)),
+                                Simd::either(are_near(b.u), are_gaps(b.power))));
+  }
+  bool are_close(const Pair& a, const Pair& b) const {
+    return Simd::all(Simd::both_between(a.u, b.u, minus_bound, farthest));
+  }
+  bool are_close_or_gaps(const Pair& a, const Pair& b) const {
+    return Simd::all(Simd::both(Simd::either(are_close(a.u), are_gaps(a.power)),
+                                Simd::either(are_close(b.u), are_gaps(b.power))));
   }
 
-  // Adds a block of log-ratios up to kClose, the largest in each lane given; whether all were near.
-  template <int kExtra>
-  [[gnu::always_inline]] bool add_bounded(Sums<kExtra>& sums, const Pair& a, const Pair& b,
-                                          const Two& weight, Vector largest) const {
-    const bool near = Simd::all(Simd::less_equal(largest, limit));
-    if (near) {
-      sums.add_near(a, b, weight, poly.psi_over_u(Two{a.u, b.u}));
-    } else {
-      add_close(sums, a, b, weight);
-    }
-    return near;
+  // With u = v - k ln 2 and |v| <= ln 2 / 2, exp(-u) = 2^k (1 - v + psi(v)). Where k = 0 psi(u) is
+  // psi(v); elsewhere it is no small part of exp(-u) - 1 + u.
+  [[gnu::always_inline]] void decays(const Two& u, Decay& a, Decay& b) const {
+    const Two k = {Simd::sub(Simd::fma(u.a, minus_log2e, to_integer), to_integer),
+                   Simd::sub(Simd::fma(u.b, minus_log2e, to_integer), to_integer)};
+    const Two v = fma(k, Two{ln2, ln2}, u);
+    const Two psi = mul(v, poly.psi_over_u(v));
+    const Two power = scale(Two{one, one}, k);
+    const Two value = fma(power, Two{Simd::sub(psi.a, v.a), Simd::sub(psi.b, v.b)}, power);
+    a.near = Simd::equal(k.a, zero);
+    b.near = Simd::equal(k.b, zero);
+    a.value = value.a;
+    b.value = value.b;
+    a.psi = Simd::select(a.near, psi.a, Simd::add(value.a, Simd::sub(u.a, one)));
+    b.psi = Simd::select(b.near, psi.b, Simd::add(value.b, Simd::sub(u.b, one)));
   }
 
-  // Adds a block with -inf in it whose other log-ratios are up to kClose; false where they are not.
-  template <int kExtra>
-  [[gnu::always_inline]] bool add_gapped(Sums<kExtra>& sums, const Pair& a, const Pair& b,
-                                         const Two& train_power) const {
-    const Sides at_a(a), at_b(b);
-    const Pair inside_a = at_a.inside(a), inside_b = at_b.inside(b);
-    const Vector largest = Simd::larger_magnitude(inside_a.u, inside_b.u);
-    if (!Simd::all(Simd::less_equal(largest, bound))) return false;
+  // Where every log-ratio is near.
+  [[gnu::always_inline]] void near_decays(const Two& u, Decay& a, Decay& b) const {
+    const Two psi = mul(u, poly.psi_over_u(u));
+    a = {psi.a, Simd::add(Simd::sub(one, u.a), psi.a), Simd::first(Simd::kLanes)};
+    b = {psi.b, Simd::add(Simd::sub(one, u.b), psi.b), Simd::first(Simd::kLanes)};
+  }
+
+  // Adds a block of log-ratios from -kClose to kFarthest, all near or not.
+  template <bool kNear, int kExtra>
+  [[gnu::always_inline]] void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b) const {
     const Two weight = poly.exp2(Two{a.power, b.power});
-    const Two inside = {Simd::zero_unless(at_a.both, weight.a),
-                        Simd::zero_unless(at_b.both, weight.b)};
-    add_bounded(sums, inside_a, inside_b, inside, largest);
-    if (Simd::any(Simd::either(at_a.only_train, at_b.only_train))) {
-      const Two mass = poly.exp2(train_power);
-      sums.add_train_only(at_a.only_train, train_power.a, mass.a);
-      sums.add_train_only(at_b.only_train, train_power.b, mass.b);
+    Decay decay_a, decay_b;
+    if constexpr (kNear) {
+      near_decays(Two{a.u, b.u}, decay_a, decay_b);
+    } else {
+      decays(Two{a.u, b.u}, decay_a, decay_b);
     }
-    if (Simd::any(Simd::either(at_a.only_rollout, at_b.only_rollout))) {
-      sums.add_rollout_only(at_a.only_rollout, a.power, weight.a);
-      sums.add_rollout_only(at_b.only_rollout, b.power, weight.b);
+    sums.template add_decay<false, false>(a, Simd::none(), weight.a, decay_a);
+    sums.template add_decay<false, false>(b, Simd::none(), weight.b, decay_b);
+  }
+
+  // Adds a block where the rollout lacks columns, or gives them no mass, and the others are near
+  // (or have log-ratios from -kClose to kFarthest): one exponential a column does. False, and
+  // nothing added, for another, or where the frame does not cover.
+  template <bool kNear, int kExtra>
+  [[gnu::always_inline]] bool add_gapped(Sums<kExtra>& sums, const Pair& a, const Pair& b,
+                                         bool& gapless) const {
+    const Two train_power = {columns.train_power(a), columns.train_power(b)};
+    const Mask here_a = kNear ? are_near(a.u) : are_close(a.u);
+    const Mask here_b = kNear ? are_near(b.u) : are_close(b.u);
+    const Mask gap_a = are_gaps(a.power), gap_b = are_gaps(b.power);
+    const Two power = {Simd::select(gap_a, train_power.a, a.power),
+                       Simd::select(gap_b, train_power.b, b.power)};
+    const Mask holds = Simd::both(
+        covered(a, b),
+        Simd::both(Simd::less_equal(power.a, train_slack), Simd::less_equal(power.b, train_slack)));
+    const Bits known = (Simd::bits(here_a) | Simd::bits(gap_a)) &
+                       (Simd::bits(here_b) | Simd::bits(gap_b)) & Simd::bits(holds);
+    if (known != Simd::kEvery) return false;
+    gapless &= (Simd::bits(here_a) & Simd::bits(here_b)) == Simd::kEvery;
+    const Two weight = poly.exp2(power);
+    Pair in_a = a, in_b = b;
+    in_a.u = Simd::zero_unless(here_a, a.u);
+    in_b.u = Simd::zero_unless(here_b, b.u);
+    Decay decay_a, decay_b;
+    if constexpr (kNear) {
+      near_decays(Two{in_a.u, in_b.u}, decay_a, decay_b);
+    } else {
+      decays(Two{in_a.u, in_b.u}, decay_a, decay_b);
     }
+    sums.template add_decay<kNear, true>(in_a, here_a, weight.a, decay_a);
+    sums.template add_decay<kNear, true>(in_b, here_b, weight.b, decay_b);
+    sums.add_train_only(a, gap_a, train_power.a, weight.a);
+    sums.add_train_only(b, gap_b, train_power.b, weight.b);
     return true;
   }
 
-  // The loop after a block with -inf in it.
-  Loop after_gaps(const Pair& a, const Pair& b) const {
-    const Vector nothing = Simd::broadcast(-kInf);
-    const int held =
-        Simd::count(Simd::less(nothing, a.rollout)) + Simd::count(Simd::less(nothing, b.rollout));
-    return 4 * held <= kBlock ? Loop::kTruncated : Loop::kAny;
-  }
-
-  // Adds any block; the loop for the next one. Up to |u| = kClose the train side's mass is
-  // w exp(-u): B and G subtract it from w, and two rounded exponentials would differ by more than
-  // they are worth.
+  // Adds any block; false, and nothing added, where the frame does not cover or there is a NaN or
+  // +inf. Up to |u| = kClose the train side's mass is w exp(-u): B and G subtract it from w, and
+  // two rounded exponentials would differ by more than they are worth.
   template <int kExtra>
-  Loop add_any(Sums<kExtra>& sums, const Pair& a, const Pair& b, const Two& train_power,
-               bool extreme) const {
-    if (extreme && add_gapped(sums, a, b, train_power)) return after_gaps(a, b);
-    const Mask near_a = Simd::less_equal(Simd::abs(a.u), limit);
-    const Mask near_b = Simd::less_equal(Simd::abs(b.u), limit);
-    const Two weight = poly.exp2(Two{a.power, b.power});
+  [[gnu::always_inline]] bool add_any(Sums<kExtra>& sums, const Pair& a, const Pair& b) const {
+    const Two train_power = {columns.train_power(a), columns.train_power(b)};
+    const Mask holds =
+        Simd::both(Simd::both(Simd::less_equal(a.power, slack), Simd::less_equal(b.power, slack)),
+                   Simd::both(Simd::less_equal(train_power.a, train_slack),
+                              Simd::less_equal(train_power.b, train_slack)));
+    if (!Simd::all(holds)) return false;
+    const Mask near_a = are_near(a.u), near_b = are_near(b.u);
     const Mask close_a = Simd::less_equal(Simd::abs(a.u), bound);
     const Mask close_b = Simd::less_equal(Simd::abs(b.u), bound);
-    const Two power = {Simd::select(close_a, Simd::mul(a.u, minus_log2e), train_power.a),
-                       Simd::select(close_b, Simd::mul(b.u, minus_log2e), train_power.b)};
-    const Two factor = {Simd::select(close_a, weight.a, one), Simd::select(close_b, weight.b, one)};
-    const Two mass = mul(poly.exp2(power), factor);
+    const Two weight = poly.exp2(Two{a.power, b.power});
+    const Two power = {Simd::mul_where(close_a, a.u, minus_log2e, train_power.a),
+                       Simd::mul_where(close_b, b.u, minus_log2e, train_power.b)};
+    const Two unit = {Simd::select(close_a, weight.a, one), Simd::select(close_b, weight.b, one)};
+    const Two mass = mul(poly.exp2(power), unit);
     const Two ratio = poly.psi_over_u(Two{a.u, b.u});
-    sums.add_any(a, near_a, weight.a, ratio.a, train_power.a, mass.a, extreme);
-    sums.add_any(b, near_b, weight.b, ratio.b, train_power.b, mass.b, extreme);
-    if (extreme) return after_gaps(a, b);
-    return Simd::all(Simd::both(close_a, close_b)) ? Loop::kClose : Loop::kAny;
+    sums.add_any(a, near_a, weight.a, ratio.a, train_power.a, mass.a);
+    sums.add_any(b, near_b, weight.b, ratio.b, train_power.b, mass.b);
+    return true;
   }
 };
 
-// Columns that wait, widened to floats, until there are enough for a loop of their own.
-template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
-class Queue {
- public:
-  explicit Queue(const RunArgs& args) : args_(args) {}
-
-  // The columns of the masks; all finite, and covered by the frame.
-  void keep(const Two& x, const Two& y, Mask a, Mask b) {
-    const int64_t between = waiting_ + Simd::keep(rollout_ + waiting_, x.a, a);
-    Simd::keep(train_ + waiting_, y.a, a);
-    waiting_ = between + Simd::keep(rollout_ + between, x.b, b);
-    Simd::keep(train_ + between, y.b, b);
-    if (waiting_ > kMost) add_waiting();
+// The loop for the block at a column, which another could not take; out of line, so that the loops
+// need none of it.
+template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
+[[gnu::noinline]] Loop loop_at(const RunArgs& args, int64_t column, Loop from) {
+  const Run<Rollout, Train, kScale, kResidue> run(args);
+  const Two x = run.rollout_block(column), y = run.train_block(column);
+  const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
+  Loop found = Loop::kAny;
+  if (!Simd::all(run.covered(a, b))) return found;
+  if (run.are_near(a, b)) {
+    found = Loop::kNear;
+  } else if (run.are_close(a, b)) {
+    found = Loop::kClose;
+  } else if (run.are_near_or_gaps(a, b)) {
+    found = Loop::kNearGapped;
+  } else if (run.are_close_or_gaps(a, b)) {
+    found = Loop::kCloseGapped;
   }
+  return found == from ? Loop::kAny : found;  // the train side leaves the frame
+}
 
-  bool was_used() const { return used_ || waiting_ > 0; }
-
-  // Adds what still waits; the sums of all that ever did.
-  [[gnu::noinline]] Sums<kExtra> finish() {
-    const int64_t whole = (waiting_ + kBlock - 1) / kBlock * kBlock;
-    for (int64_t i = waiting_; i < whole; ++i) rollout_[i] = train_[i] = -kInf;
-    const bool padded = whole > waiting_;
-    waiting_ = whole;
-    add_waiting(padded);
-    return sums_.total();
-  }
-
- private:
-  static constexpr int64_t kBlock = 2 * Simd::kLanes;
-  static constexpr int64_t kMost = kChain / 2 * kBlock;
-
-  // All whole blocks; `padded`: the last one's end is -inf.
-  [[gnu::noinline]] void add_waiting(bool padded = false) {
-    const Run<Rollout, Train, kScale, kResidue> run(args_);
-    Sums<kExtra> here;
-    int64_t column = 0;
-    for (; column + kBlock <= waiting_; column += kBlock) {
-      const Two x = load_block<false>(rollout_ + column), y = load_block<false>(train_ + column);
-      const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-      const Vector largest = Simd::larger_magnitude(a.u, b.u);
-      if (Simd::all(Simd::less_equal(largest, run.bound))) {
-        run.add_bounded(here, a, b, run.poly.exp2(Two{a.power, b.power}), largest);
-      } else {
-        const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
-        run.add_any(here, a, b, train_power, padded && column + kBlock == waiting_);
-      }
-    }
-    sums_.join(here);
-    used_ = true;
-    for (float* from : {rollout_, train_}) {
-      store_block<false>(from, load_block<false>(from + column));
-    }
-    waiting_ -= column;
-  }
-
-  const RunArgs& args_;
-  Chained<kExtra> sums_;
-  bool used_ = false;
-  int64_t waiting_ = 0;
-  alignas(64) float rollout_[kMost + 3 * kBlock];
-  alignas(64) float train_[kMost + 3 * kBlock];
-};
-
-// Blocks of log-ratios up to kClose; ends at another, or after a group of near columns alone. The
-// first column not consumed.
+// Blocks of log-ratios from -kClose to kFarthest; ends at another, or after a group of near columns
+// alone. The first column not consumed.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 [[gnu::noinline]] int64_t close_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
                                     Loop& next) {
@@ -677,141 +726,152 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
   const Run<Rollout, Train, kScale, kResidue> run(args);
   const int64_t whole = run.count / kBlock * kBlock;
   next = Loop::kClose;
-  while (next == Loop::kClose) {
-    bool near = true, close = true;
+  while (next == Loop::kClose && column < whole) {
+    bool near = true;
     Sums<kExtra> here;
     for (const int64_t end = std::min(column + kGroup, whole); column < end; column += kBlock) {
       run.prefetch(column);
       const Two x = run.rollout_block(column), y = run.train_block(column);
       const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-      const Two train_power = {Simd::fma(a.u, run.minus_log2e, a.power),
-                               Simd::fma(b.u, run.minus_log2e, b.power)};
-      const Vector largest = Simd::larger_magnitude(a.u, b.u);
-      close = Simd::all(Simd::both(Simd::less_equal(largest, run.bound),
-                                   Simd::both(run.covered(a, b), run.covered(train_power))));
-      if (!close) break;
-      near &= run.add_bounded(here, a, b, run.poly.exp2(Two{a.power, b.power}), largest);
+      const Mask covered = run.covered(a, b);
+      if (Simd::all(
+              Simd::both(Simd::less_equal(Simd::larger_magnitude(a.u, b.u), run.limit), covered))) {
+        run.template add_close<true>(here, a, b);
+        continue;
+      }
+      if (!Simd::all(
+              Simd::both(Simd::both_between(a.u, b.u, run.minus_bound, run.farthest), covered))) {
+        next = loop_at<Rollout, Train, kScale, kResidue>(args, column, Loop::kClose);
+        break;
+      }
+      near = false;
+      run.template add_close<false>(here, a, b);
     }
-    sums.join_near(here);
-    if (!close || column == whole) {
-      next = Loop::kAny;
-    } else if (near) {
-      next = Loop::kNear;
-    }
+    sums.join_bent(here);
+    if (next == Loop::kClose && near) next = Loop::kNear;
   }
   return column;
 }
 
-// A truncated rollout (top-p: most of it -inf): the columns that it lacks are train mass and no
-// more; the few that it has go to the queue. Ends at a block of which the rollout has more than
-// half, or one that the train side lacks; the first column not consumed.
-template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
-[[gnu::noinline]] int64_t truncated_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
-                                        Queue<kExtra, Rollout, Train, kScale, kResidue>& queue) {
+// Blocks for add_gapped(); ends at another, or after a group without gaps or whose last block is
+// near. The first column not consumed.
+template <bool kNear, int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
+[[gnu::noinline]] int64_t gapped_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
+                                     Loop& next) {
   constexpr int64_t kBlock = 2 * Simd::kLanes;
-  constexpr int64_t kStretch = kChain / 2 * kBlock;
+  constexpr int64_t kGroup = kChain / 4 * kBlock;
+  constexpr Loop kThis = kNear ? Loop::kNearGapped : Loop::kCloseGapped;
   const Run<Rollout, Train, kScale, kResidue> run(args);
-  const Vector nothing = Simd::constant(-kInf);
-  bool goes_on = true;
-  while (goes_on) {
+  const int64_t whole = run.count / kBlock * kBlock;
+  next = kThis;
+  while (next == kThis && column < whole) {
+    bool gapless = true, near = false;
     Sums<kExtra> here;
-    for (const int64_t end = column + kStretch; column < end; column += kBlock) {
-      goes_on = column + kBlock <= run.count;
-      if (!goes_on) break;
+    for (const int64_t end = std::min(column + kGroup, whole); column < end; column += kBlock) {
       run.prefetch(column);
-      const Two x = run.rollout_block(column);
-      const Mask in_a = Simd::less(nothing, x.a), in_b = Simd::less(nothing, x.b);
-      goes_on = 2 * (Simd::count(in_a) + Simd::count(in_b)) <= run.kBlock;
-      if (!goes_on) break;
-      const Two y = run.train_block(column);
+      const Two x = run.rollout_block(column), y = run.train_block(column);
       const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-      const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
-      const Sides at_a(a), at_b(b);
-      const bool violates = Simd::any(Simd::either(at_a.only_rollout, at_b.only_rollout));
-      const Mask covered = Simd::both(run.covered(a, b), run.covered(train_power));
-      goes_on = !violates && Simd::all(Simd::both(covered, run.numbers(x, y)));
-      if (!goes_on) break;
-      const Two mass = run.poly.exp2(train_power);
-      here.add_train_only(at_a.only_train, train_power.a, mass.a);
-      here.add_train_only(at_b.only_train, train_power.b, mass.b);
-      queue.keep(x, y, in_a, in_b);
+      if (!run.template add_gapped<kNear>(here, a, b, gapless)) {
+        gapless = false;
+        next = loop_at<Rollout, Train, kScale, kResidue>(args, column, kThis);
+        break;
+      }
+      if (!kNear && column + kBlock == end) near = run.are_near_or_gaps(a, b);
     }
     sums.join(here);
+    if (gapless) {
+      next = kNear ? Loop::kNear : Loop::kClose;
+    } else if (near) {
+      next = Loop::kNearGapped;
+    }
   }
   return column;
 }
 
-// Four loops, each with the registers for its own work; the rarer two out of line.
+// Any blocks; ends at one that the frame does not cover or that is not all numbers (`covered` is
+// false then), or after a group of near columns alone. The first column not consumed.
+template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
+[[gnu::noinline]] int64_t any_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
+                                  Loop& next, bool& covered) {
+  constexpr int64_t kBlock = 2 * Simd::kLanes;
+  constexpr int64_t kGroup = kChain / 4 * kBlock;
+  const Run<Rollout, Train, kScale, kResidue> run(args);
+  const int64_t whole = run.count / kBlock * kBlock;
+  next = Loop::kAny;
+  while (next == Loop::kAny && covered && column < whole) {
+    bool near = true;
+    Sums<kExtra> here;
+    for (const int64_t end = std::min(column + kGroup, whole); column < end; column += kBlock) {
+      run.prefetch(column);
+      const Two x = run.rollout_block(column), y = run.train_block(column);
+      const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
+      if (run.are_near(a, b) && Simd::all(run.covered(a, b))) {
+        run.add_near(here, a, b);
+        continue;
+      }
+      near = false;
+      covered = run.add_any(here, a, b);
+      if (!covered) break;
+    }
+    sums.join(here);
+    if (near) next = Loop::kNear;
+  }
+  return column;
+}
+
+// Four loops, each with the registers for its own work; the rarer three out of line.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 int64_t sum_run(const RunArgs& args, RunSums& out) {
   constexpr int64_t kBlock = 2 * Simd::kLanes;
   constexpr int64_t kStretch = kChain / 2 * kBlock;
   const Run<Rollout, Train, kScale, kResidue> run(args);
   const int64_t whole = args.count / kBlock * kBlock;
-  const Padded<Rollout> last_rollout(run.rollout + whole, args.count - whole);
-  const Padded<Train> last_train(run.train + whole, args.count - whole);
-  Queue<kExtra, Rollout, Train, kScale, kResidue> queue(args);
   Chained<kExtra> sums;
-  out.non_finite = false;
   int64_t column = 0;
-  bool goes_on = true;
-  for (Loop loop = Loop::kNear; goes_on && column < args.count;) {
-    while (loop == Loop::kNear) {
+  bool covered = true;
+  for (Loop loop = Loop::kNear; covered && column < whole;) {
+    while (loop == Loop::kNear && column < whole) {
       Sums<kExtra> here;
-      bool near = true;
       for (const int64_t end = std::min(column + kStretch, whole); column < end; column += kBlock) {
         run.prefetch(column);
         const Two x = run.rollout_block(column), y = run.train_block(column);
         const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-        near = Simd::all(Simd::both(Simd::less_equal(Simd::larger_magnitude(a.u, b.u), run.limit),
-                                    run.covered(a, b)));
-        if (!near) break;
+        const Mask near = Simd::less_equal(Simd::larger_magnitude(a.u, b.u), run.limit);
+        if (!Simd::all(Simd::both(near, run.covered(a, b)))) {
+          loop = loop_at<Rollout, Train, kScale, kResidue>(args, column, Loop::kNear);
+          break;
+        }
         run.add_near(here, a, b);
       }
       sums.join_near(here);
-      if (!near) {
-        loop = Loop::kClose;
-      } else if (column >= whole) {
-        loop = Loop::kAny;
-      }
     }
     if (loop == Loop::kClose) {
       column = close_run<kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop);
     }
-    if (loop == Loop::kTruncated) {
-      column = truncated_run(args, column, sums, queue);
-      loop = Loop::kAny;
+    if (loop == Loop::kNearGapped) {
+      column = gapped_run<true, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop);
     }
-    while (loop == Loop::kAny && goes_on && column < args.count) {
-      Sums<kExtra> here;
-      const int64_t end = std::min(column + kStretch, args.count);
-      for (; loop == Loop::kAny && column < end; column += kBlock) {
-        run.prefetch(column);
-        const bool ends = column >= whole;
-        const Two x = load_block<run.kSplit>(ends ? last_rollout.columns : run.rollout + column);
-        const Two y = load_block<run.kSplit>(ends ? last_train.columns : run.train + column);
-        const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-        const Two train_power = {run.columns.train_power(a), run.columns.train_power(b)};
-        const bool extreme = !Simd::all(Simd::less(Simd::larger_magnitude(a.u, b.u), run.infinite));
-        out.non_finite = extreme && !Simd::all(run.numbers(x, y));
-        if (out.non_finite) return args.count;
-        goes_on = Simd::all(Simd::both(run.covered(a, b), run.covered(train_power)));
-        if (!goes_on) break;
-        loop = run.add_any(here, a, b, train_power, extreme);
-      }
-      sums.join(here);
+    if (loop == Loop::kCloseGapped) {
+      column =
+          gapped_run<false, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop);
+    }
+    if (loop == Loop::kAny) {
+      column = any_run<kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop, covered);
     }
   }
-  Sums<kExtra> total = sums.total();
-  if (queue.was_used()) total.join(queue.finish());
-  total.write(sums.has_far() || queue.was_used(), out);
-  return std::min(column, args.count);
-}
-
-// The first `left` columns of a vector; -inf elsewhere.
-template <typename T>
-inline Vector load_vector(const T* place, int64_t left) {
-  return left >= Simd::kLanes ? Simd::load(place) : Simd::load(place, Simd::first(left));
+  if (covered && column < args.count) {
+    const Padded<Rollout> last_rollout(run.rollout + whole, args.count - whole);
+    const Padded<Train> last_train(run.train + whole, args.count - whole);
+    const Two x = load_block<run.kSplit>(last_rollout.columns);
+    const Two y = load_block<run.kSplit>(last_train.columns);
+    Sums<kExtra> here;
+    covered = run.add_any(here, run.pair(x.a, y.a), run.pair(x.b, y.b));
+    sums.join(here);
+    if (covered) column = args.count;
+  }
+  sums.total().write(sums.has_others(), out);
+  out.non_finite = !covered && !run.are_numbers(column);
+  return column;
 }
 
 // kBelow: of the logits below +inf; -inf where there is none. NaN is passed over.
@@ -888,17 +948,20 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
     largest = Simd::select(at.both, Simd::max(largest, Simd::sub(zero, t)), largest);
     if (Simd::all(at.near)) continue;
     const Mask far = Simd::but_not(at.both, at.near);
-    const Vector train_power = columns.train_power(pair);
+    // Bounded: a difference of two infinities would be NaN.
+    const Vector lowest = Simd::broadcast(-1e30f);
+    const Vector power = Simd::max(pair.power, lowest);
+    const Vector train_power = Simd::max(columns.train_power(pair), lowest);
     const Vector q = Simd::zero_unless(at.in_train, Simd::mul(poly.exp2(train_power), train_mass));
     // q^2 / p in log space: neither factor need be representable.
     const Vector log_square =
-        Simd::add(Simd::sub(Simd::add(train_power, train_power), pair.power), log2_square_scale);
+        Simd::add(Simd::sub(Simd::add(train_power, train_power), power), log2_square_scale);
     const Mask overflows = Simd::both(far, Simd::less(Simd::broadcast(127.0f), log_square));
     const Vector square = Simd::select(overflows, Simd::broadcast(kInf),
                                        poly.exp2(Simd::zero_unless(far, log_square)));
     const Vector excess = Simd::add(Simd::sub(square, Simd::add(q, q)), p);
     // sqrt(p q) in log space
-    const Vector log_root = Simd::mul(half, Simd::add(train_power, pair.power));
+    const Vector log_root = Simd::mul(half, Simd::add(train_power, power));
     const Vector root = Simd::mul(poly.exp2(Simd::zero_unless(far, log_root)), root_mass);
     const Vector apart = Simd::sub(Simd::add(p, q), Simd::add(root, root));
     const Vector difference = Simd::abs(Simd::sub(q, p));
@@ -962,8 +1025,7 @@ struct Gradient {
       }
       grad_train = Simd::mul(g_kl, q_minus_p);
     } else {
-      const Vector ln2 = Simd::broadcast(kLn2);
-      const Vector log_weight = Simd::mul(pair.power, ln2);
+      const Vector log_weight = natural(pair.power);
       Vector q = Simd::add(p, q_minus_p);
       Vector log_train = Simd::sub(log_weight, t);
       Mask in_rollout = Simd::first(Simd::kLanes), in_train = in_rollout;
@@ -971,13 +1033,14 @@ struct Gradient {
         const Standing at(pair, t);
         in_rollout = at.in_rollout;
         in_train = at.in_train;
-        const Vector far_log = Simd::fma(columns.train_power(pair), ln2, residual);
+        const Vector far_log = Simd::add(natural(columns.train_power(pair)), residual);
         const Vector far_q = far_train(pair, p, t);
         log_train = Simd::select(at.near, log_train, far_log);
         q = Simd::zero_unless(in_train, Simd::select(at.near, q, far_q));
         q_minus_p =
             Simd::select(at.near, q_minus_p, Simd::sub(q, Simd::zero_unless(in_rollout, p)));
-        t = Simd::zero_unless(at.both, t);
+        const Vector bound = Simd::broadcast(1e30f);
+        t = Simd::min(Simd::max(Simd::zero_unless(at.both, t), Simd::sub(zero, bound)), bound);
       }
       const auto coefficient = [](float value) { return Simd::broadcast(value); };
       const Vector log_mass = Simd::broadcast(args.log_mass);

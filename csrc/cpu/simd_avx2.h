@@ -13,6 +13,8 @@ struct Simd {
   using Vector = __m256;
   using Mask = __m256;  // all ones or all zeros per lane
   static constexpr int64_t kLanes = 8;
+  using Bits = int;
+  static constexpr Bits kEvery = 0xff;
 
   static Mask first(int64_t count) {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -59,16 +61,6 @@ struct Simd {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(place),
                      _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
-  // Stores the lanes of the mask one behind the other; their number.
-  static int64_t keep(float* place, Vector value, Mask mask) {
-    alignas(32) float lanes[kLanes];
-    _mm256_store_ps(lanes, value);
-    int64_t kept = 0;
-    for (unsigned bits = unsigned(_mm256_movemask_ps(mask)); bits != 0; bits &= bits - 1) {
-      place[kept++] = lanes[__builtin_ctz(bits)];
-    }
-    return kept;
-  }
 
   static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
   static Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
@@ -80,6 +72,7 @@ struct Simd {
   // a b - product, exactly where product = fl(a b)
   static Vector product_error(Vector a, Vector b, Vector product) { return fms(a, b, product); }
   static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+  static Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
   static Vector abs(Vector a) { return _mm256_andnot_ps(broadcast(-0.0f), a); }
   static Vector select(Mask mask, Vector yes, Vector no) { return _mm256_blendv_ps(no, yes, mask); }
   static Vector zero_unless(Mask mask, Vector value) { return _mm256_and_ps(mask, value); }
@@ -105,6 +98,13 @@ struct Simd {
 
   static Mask less_equal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
   static Mask equal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+  // On from low to low + high; off for NaN.
+  static Mask between(Vector a, Vector low, Vector high) {
+    return both(less_equal(low, a), less_equal(sub(a, low), high));
+  }
+  static Mask both_between(Vector a, Vector b, Vector low, Vector high) {
+    return both(between(a, low, high), between(b, low, high));
+  }
   static Mask less(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
   static Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
   static Mask either(Mask a, Mask b) { return _mm256_or_ps(a, b); }
@@ -114,7 +114,7 @@ struct Simd {
   }
   static Mask none() { return _mm256_setzero_ps(); }
   static bool all(Mask mask) { return _mm256_movemask_ps(mask) == 0xff; }
-  static int count(Mask mask) { return __builtin_popcount(unsigned(_mm256_movemask_ps(mask))); }
+  static Bits bits(Mask mask) { return _mm256_movemask_ps(mask); }
   static bool any(Mask mask) { return _mm256_movemask_ps(mask) != 0; }
 
   // z - floor(z); anything at -inf

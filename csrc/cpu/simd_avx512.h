@@ -13,6 +13,9 @@ struct Simd {
   using Vector = __m512;
   using Mask = __mmask16;
   static constexpr int64_t kLanes = 16;
+  // A mask among the integers: combining masks there costs no vector operation.
+  using Bits = unsigned;
+  static constexpr Bits kEvery = 0xffff;
 
   static Mask first(int64_t count) {
     return count >= kLanes ? Mask(0xffff) : Mask((1u << count) - 1u);
@@ -63,16 +66,6 @@ struct Simd {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(place),
                         _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
-  // Stores the lanes of the mask one behind the other, and whatever else up to kLanes; their
-  // number.
-  static int64_t keep(float* place, Vector value, Mask mask) {
-    const Vector front = _mm512_maskz_compress_ps(mask, value);
-    const int kept = count(mask);
-    // Half a vector is what there mostly is; a whole one that crosses a cache line takes long.
-    _mm256_storeu_ps(place, _mm512_castps512_ps256(front));
-    if (kept > 8) _mm256_storeu_ps(place + 8, _mm512_extractf32x8_ps(front, 1));
-    return kept;
-  }
 
   static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
   static Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
@@ -84,6 +77,7 @@ struct Simd {
   // a b - product, exactly where product = fl(a b)
   static Vector product_error(Vector a, Vector b, Vector product) { return fms(a, b, product); }
   static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+  static Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
   static Vector abs(Vector a) { return _mm512_abs_ps(a); }
   static Vector select(Mask mask, Vector yes, Vector no) {
     return _mm512_mask_blend_ps(mask, no, yes);
@@ -112,6 +106,15 @@ struct Simd {
 
   static Mask less_equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
   static Mask equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+  // On from low to low + high; off for NaN. What is below low has a sign, and is large without it.
+  static Mask between(Vector a, Vector low, Vector high) {
+    return _mm512_cmple_epu32_mask(_mm512_castps_si512(sub(a, low)), _mm512_castps_si512(high));
+  }
+  static Mask both_between(Vector a, Vector b, Vector low, Vector high) {
+    const __m512i most =
+        _mm512_max_epu32(_mm512_castps_si512(sub(a, low)), _mm512_castps_si512(sub(b, low)));
+    return _mm512_cmple_epu32_mask(most, _mm512_castps_si512(high));
+  }
   static Mask less(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
   static Mask opposite(Mask a) { return Mask(~a); }
   static Mask both(Mask a, Mask b) { return a & b; }
@@ -119,7 +122,11 @@ struct Simd {
   static Mask but_not(Mask a, Mask b) { return Mask(a & ~b); }
   static Mask none() { return 0; }
   static bool all(Mask mask) { return mask == 0xffff; }
-  static int count(Mask mask) { return __builtin_popcount(mask); }
+  static Bits bits(Mask mask) {
+    Bits out = mask;
+    asm("" : "+r"(out));
+    return out;
+  }
   static bool any(Mask mask) { return mask != 0; }
 
   // z - floor(z), 0 at -inf

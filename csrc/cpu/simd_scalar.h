@@ -10,6 +10,8 @@ namespace {
 
 struct Simd {
   static constexpr int64_t kLanes = 8;
+  using Bits = int;
+  static constexpr Bits kEvery = (1 << kLanes) - 1;
   typedef float Vector __attribute__((vector_size(32)));
   typedef int32_t Mask __attribute__((vector_size(32)));
   typedef double Wide __attribute__((vector_size(64)));
@@ -50,14 +52,6 @@ struct Simd {
   static void store(T* place, Vector value) {
     for (int i = 0; i < kLanes; ++i) place[i] = stored(value[i], T{});
   }
-  // Stores the lanes of the mask one behind the other; their number.
-  static int64_t keep(float* place, Vector value, Mask mask) {
-    int64_t kept = 0;
-    for (int i = 0; i < kLanes; ++i) {
-      if (mask[i]) place[kept++] = value[i];
-    }
-    return kept;
-  }
 
   static Vector add(Vector a, Vector b) { return a + b; }
   static Vector sub(Vector a, Vector b) { return a - b; }
@@ -75,6 +69,7 @@ struct Simd {
     return __builtin_convertvector(exact - __builtin_convertvector(product, Wide), Vector);
   }
   static Vector max(Vector a, Vector b) { return a > b ? a : b; }
+  static Vector min(Vector a, Vector b) { return a < b ? a : b; }
   static Vector abs(Vector a) { return Vector(Mask(a) & 0x7fffffff); }
   static Vector select(Mask mask, Vector yes, Vector no) { return mask ? yes : no; }
   static Vector zero_unless(Mask mask, Vector value) { return Vector(mask & Mask(value)); }
@@ -100,6 +95,13 @@ struct Simd {
 
   static Mask less_equal(Vector a, Vector b) { return a <= b; }
   static Mask equal(Vector a, Vector b) { return a == b; }
+  // On from low to low + high; off for NaN.
+  static Mask between(Vector a, Vector low, Vector high) {
+    return both(less_equal(low, a), less_equal(sub(a, low), high));
+  }
+  static Mask both_between(Vector a, Vector b, Vector low, Vector high) {
+    return both(between(a, low, high), between(b, low, high));
+  }
   static Mask less(Vector a, Vector b) { return a < b; }
   static Mask both(Mask a, Mask b) { return a & b; }
   static Mask either(Mask a, Mask b) { return a | b; }
@@ -107,10 +109,10 @@ struct Simd {
   static Mask opposite(Mask a) { return ~a; }
   static Mask none() { return Mask{}; }
   static bool all(Mask mask) { return !any(~mask); }
-  static int count(Mask mask) {
-    int on = 0;
-    for (int i = 0; i < kLanes; ++i) on -= mask[i];
-    return on;
+  static Bits bits(Mask mask) {
+    Bits out = 0;
+    for (int i = 0; i < kLanes; ++i) out |= (mask[i] & 1) << i;
+    return out;
   }
   static bool any(Mask mask) {
     uint64_t words[4];

@@ -42,12 +42,16 @@ def twin(x, y, tokens=None, outputs=("kl",), temperatures=(None, None)):
 def check(x, y, outputs, tokens=None):
     """Divergences and diagnostics to KL_RTOL; log-probs and entropies also to 4e-6.
 
-    That is 2^-24 of log S and of logits below 32.
+    That is 2^-24 of log S and of logits below 32. chi2 is a sum of squares less twice the mass
+    outside the rollout's support: KL_RTOL of each.
     """
     got = trm.token_divergence(x, y, tokens=tokens, outputs=outputs)
     values, diagnostics, _ = twin(x, y, tokens, outputs)
     for name, want in zip(outputs, [*values, *diagnostics], strict=True):
         absolute = 0.0 if name in ("kl", "kl_train_rollout", *DIAGNOSTICS) else 4e-6
+        if name == "chi2":
+            outside = diagnostics[DIAGNOSTICS.index("outside_mass")]
+            absolute = 4 * KL_RTOL * float(outside.max())
         torch.testing.assert_close(
             getattr(got, name).double(), want, rtol=KL_RTOL, atol=absolute, msg=name
         )
@@ -154,6 +158,39 @@ class TestValues:
         x, e = torch.randn(2, 2, 5003, generator=generator, dtype=torch.float64)
         x = torch.where(torch.rand(x.shape, generator=generator) < 0.3, x - low, x)
         check(x.float(), (x + noise * e).float(), SUMS)
+
+    @pytest.mark.parametrize("temperatures", ((1.0, 1.0), (0.5, 0.5), (0.5, 0.6), (2.0, 0.5)))
+    @pytest.mark.parametrize("noise", (0.05, 1.0))
+    @pytest.mark.parametrize("dtype", STORED)
+    def test_columns_masked_with_the_lowest_number(self, capability, dtype, noise, temperatures):
+        # Its product with log2(e), or over a temperature below 1, overflows.
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 2, 300, generator=generator, dtype=torch.float64)
+        y = x + noise * e
+        x[:, ::3] = y[:, ::3] = torch.finfo(dtype).min
+        x, y = x.to(dtype), y.to(dtype)
+        leaves = [t.clone().requires_grad_() for t in (x, y)]
+        t_x, t_y = (torch.full((2,), t, dtype=torch.float64) for t in temperatures)
+        tokens = torch.tensor([1, 2])
+        got = trm.token_divergence(
+            *leaves, tokens=tokens, outputs=OUTPUTS, rollout_temperature=t_x, train_temperature=t_y
+        )
+        values, diagnostics, statistics = twin(x, y, tokens, OUTPUTS, (t_x, t_y))
+        overflow = t_x[0] != t_y[0] and min(temperatures) < 1 and dtype != torch.float16
+        for name, want in zip(OUTPUTS, [*values, *diagnostics], strict=True):
+            if name == "max_log_ratio" and overflow:
+                continue  # of the masked columns: between logits of which one is no float32
+            torch.testing.assert_close(
+                getattr(got, name).double(), want, rtol=KL_RTOL, atol=4e-6, msg=name
+            )
+        upstream = torch.randn(len(VALUES), 2)
+        grads = torch.autograd.grad(list(got[: len(VALUES)]), leaves, list(upstream))
+        wants = reference.token_divergence_backward(
+            upstream, x, y, statistics, tokens, None, t_x, t_y, 0, 300, encode(VALUES), True, True
+        )
+        for grad, want in zip(grads, wants, strict=True):
+            error = float((grad.double() - want).norm() / want.norm())
+            assert error <= GRADIENT_RTOL + torch.finfo(dtype).eps / 2
 
     @pytest.mark.parametrize("height", (60.0, 90.0, 118.0, 300.0))
     @pytest.mark.parametrize("side", ("rollout", "train"))
