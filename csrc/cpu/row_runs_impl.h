@@ -638,7 +638,7 @@ struct Run {
   // nothing added, for another, or where the frame does not cover.
   template <bool kNear, int kExtra>
   [[gnu::always_inline]] bool add_gapped(Sums<kExtra>& sums, const Pair& a, const Pair& b,
-                                         bool& gapless) const {
+                                         bool& gapless, bool& near) const {
     const Two train_power = {columns.train_power(a), columns.train_power(b)};
     const Mask here_a = kNear ? are_near(a.u) : are_close(a.u);
     const Mask here_b = kNear ? are_near(b.u) : are_close(b.u);
@@ -653,6 +653,9 @@ struct Run {
     if (known != Simd::kEvery) return false;
     gapless &= (Simd::bits(here_a) & Simd::bits(here_b)) == Simd::kEvery;
     const Two weight = poly.exp2(power);
+    sums.add_train_only(a, gap_a, train_power.a, weight.a);
+    sums.add_train_only(b, gap_b, train_power.b, weight.b);
+    if ((Simd::bits(gap_a) & Simd::bits(gap_b)) == Simd::kEvery) return true;
     Pair in_a = a, in_b = b;
     in_a.u = Simd::zero_unless(here_a, a.u);
     in_b.u = Simd::zero_unless(here_b, b.u);
@@ -664,8 +667,7 @@ struct Run {
     }
     sums.template add_decay<kNear, true>(in_a, here_a, weight.a, decay_a);
     sums.template add_decay<kNear, true>(in_b, here_b, weight.b, decay_b);
-    sums.add_train_only(a, gap_a, train_power.a, weight.a);
-    sums.add_train_only(b, gap_b, train_power.b, weight.b);
+    near &= (Simd::bits(decay_a.near) & Simd::bits(decay_b.near)) == Simd::kEvery;
     return true;
   }
 
@@ -753,8 +755,8 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
   return column;
 }
 
-// Blocks for add_gapped(); ends at another, or after a group without gaps or whose last block is
-// near. The first column not consumed.
+// Blocks for add_gapped(); ends at another, or after a group without gaps or whose other columns
+// are near. The first column not consumed.
 template <bool kNear, int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 [[gnu::noinline]] int64_t gapped_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
                                      Loop& next) {
@@ -765,23 +767,22 @@ template <bool kNear, int kExtra, typename Rollout, typename Train, RunScale kSc
   const int64_t whole = run.count / kBlock * kBlock;
   next = kThis;
   while (next == kThis && column < whole) {
-    bool gapless = true, near = false;
+    bool gapless = true, near = true;
     Sums<kExtra> here;
     for (const int64_t end = std::min(column + kGroup, whole); column < end; column += kBlock) {
       run.prefetch(column);
       const Two x = run.rollout_block(column), y = run.train_block(column);
       const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-      if (!run.template add_gapped<kNear>(here, a, b, gapless)) {
-        gapless = false;
+      if (!run.template add_gapped<kNear>(here, a, b, gapless, near)) {
+        gapless = near = false;
         next = loop_at<Rollout, Train, kScale, kResidue>(args, column, kThis);
         break;
       }
-      if (!kNear && column + kBlock == end) near = run.are_near_or_gaps(a, b);
     }
     sums.join(here);
     if (gapless) {
       next = kNear ? Loop::kNear : Loop::kClose;
-    } else if (near) {
+    } else if (!kNear && near) {
       next = Loop::kNearGapped;
     }
   }
