@@ -289,7 +289,8 @@ struct Padded {
 // exp(-u) of a vector of columns, and psi(u) = exp(-u) - 1 + u to its own precision.
 struct Decay {
   Vector psi, value;
-  Mask near;
+  Vector excess;  // value - 1 of a near column, value of another
+  Mask near, bent;
 
   // 1 - (1 + u) exp(-u)
   Vector chi(Vector u) const {
@@ -305,15 +306,17 @@ struct Sums {
   static constexpr bool kTrainGap = (kExtra & kRunTrainGap) != 0;
   static constexpr bool kEntropy = (kExtra & kRunEntropy) != 0;
   Vector near_mass, near_first, near_gap;
-  Vector bent_mass, bent_gap, bent_train;  // sums of w, w psi(u) and w exp(-u)
-  Vector far_mass, far_train;              // columns of one side alone
+  // In loops that take others than near columns: w psi(u), and the excess of the train side's mass,
+  // of which that of columns that are not near lacks their w, summed by itself.
+  Vector bent_gap, bent_excess, bent_mass;
+  Vector far_mass, far_train;  // columns of one side alone
   Vector train_gap, rollout_log, train_log;
   // Of x - y, where a block had -inf: infinite where one side lacks a column.
   Vector least = Simd::broadcast(0.0f), largest = Simd::broadcast(0.0f);
 
   Sums() {
     near_mass = near_first = near_gap = Simd::broadcast(0.0f);
-    bent_mass = bent_gap = bent_train = far_mass = far_train = near_mass;
+    bent_gap = bent_excess = bent_mass = far_mass = far_train = near_mass;
     train_gap = rollout_log = train_log = near_mass;
   }
 
@@ -341,19 +344,18 @@ struct Sums {
   }
 
   // Columns of log-ratios from -kClose to kFarthest. With gaps: where the mask is off, u is 0 and
-  // the weight another's. Of what is not near w exp(-u) is summed in place of w u: gap less moment
-  // would be a small difference of large sums.
+  // the weight another's. B of near columns is gap less moment; of others, exp(-u) less 1: either
+  // way the other difference would be a small one of large numbers.
   template <bool kNear, bool kGaps>
   void add_decay(const Pair& pair, Mask here, Vector weight, const Decay& decay) {
-    Vector& mass = kNear ? near_mass : bent_mass;
-    mass = kGaps ? Simd::add_where(here, mass, weight) : Simd::add(mass, weight);
-    if constexpr (kNear) {
+    near_mass = kGaps ? Simd::add_where(here, near_mass, weight) : Simd::add(near_mass, weight);
+    if constexpr (kNear && kGaps) {
       near_first = Simd::fma(weight, pair.u, near_first);
       near_gap = Simd::fma(weight, decay.psi, near_gap);
     } else {
       bent_gap = Simd::fma(weight, decay.psi, bent_gap);
-      bent_train = kGaps ? Simd::fma_where(here, weight, decay.value, bent_train)
-                         : Simd::fma(weight, decay.value, bent_train);
+      bent_excess = Simd::fma(weight, decay.excess, bent_excess);
+      if constexpr (!kNear) bent_mass = Simd::add_where(decay.bent, bent_mass, weight);
     }
     if constexpr (kTrainGap) train_gap = Simd::fma(weight, decay.chi(pair.u), train_gap);
     if constexpr (kEntropy) {
@@ -386,11 +388,12 @@ struct Sums {
     const Mask alone = Simd::opposite(both);
     const Vector moment = Simd::zero_unless(both, Simd::mul(weight, pair.u));
     const Vector near_gap = Simd::mul(moment, ratio);
-    const Vector near_train = Simd::add(weight, Simd::sub(near_gap, moment));
     const Vector far_gap = Simd::add(Simd::sub(mass, weight), moment);
-    bent_mass = Simd::add_where(both, bent_mass, weight);
+    const Vector excess = Simd::select(near, Simd::sub(near_gap, moment), mass);
+    near_mass = Simd::add_where(both, near_mass, weight);
     bent_gap = Simd::add_where(both, bent_gap, Simd::select(near, near_gap, far_gap));
-    bent_train = Simd::add_where(both, bent_train, Simd::select(near, near_train, mass));
+    bent_excess = Simd::add_where(both, bent_excess, excess);
+    bent_mass = Simd::add_where(Simd::but_not(both, near), bent_mass, weight);
     far_mass = Simd::add_where(alone, far_mass, weight);
     far_train = Simd::add_where(alone, far_train, mass);
     see(pair.difference);
@@ -419,21 +422,24 @@ struct Sums {
   }
 
   void join_bent(const Sums& other) {
-    bent_mass = Simd::add(bent_mass, other.bent_mass);
-    bent_gap = Simd::add(bent_gap, other.bent_gap);
-    bent_train = Simd::add(bent_train, other.bent_train);
+    near_mass = Simd::add(near_mass, other.near_mass);
+    add_bent(other);
     join_extras(other);
   }
 
   void join(const Sums& other) {
     join_near(other);
-    bent_mass = Simd::add(bent_mass, other.bent_mass);
-    bent_gap = Simd::add(bent_gap, other.bent_gap);
-    bent_train = Simd::add(bent_train, other.bent_train);
+    add_bent(other);
     far_mass = Simd::add(far_mass, other.far_mass);
     far_train = Simd::add(far_train, other.far_train);
     least = Simd::min(least, other.least);
     largest = Simd::max(largest, other.largest);
+  }
+
+  void add_bent(const Sums& other) {
+    bent_gap = Simd::add(bent_gap, other.bent_gap);
+    bent_excess = Simd::add(bent_excess, other.bent_excess);
+    bent_mass = Simd::add(bent_mass, other.bent_mass);
   }
 
   void join_extras(const Sums& other) {
@@ -452,9 +458,8 @@ struct Sums {
     out.near_gap = Simd::sum(near_gap);
     if (others) {
       // B, of any columns, is near_gap - near_first.
-      const double mass = Simd::sum(bent_mass), gap = Simd::sum(bent_gap);
-      out.near_mass += mass;
-      out.near_first += gap - (Simd::sum(bent_train) - mass);
+      const double gap = Simd::sum(bent_gap);
+      out.near_first += gap - (Simd::sum(bent_excess) - Simd::sum(bent_mass));
       out.near_gap += gap;
       out.far_mass = Simd::sum(far_mass);
       out.far_train = Simd::sum(far_train);
@@ -603,11 +608,16 @@ struct Run {
     const Two v = fma(k, Two{ln2, ln2}, u);
     const Two psi = mul(v, poly.psi_over_u(v));
     const Two power = scale(Two{one, one}, k);
-    const Two value = fma(power, Two{Simd::sub(psi.a, v.a), Simd::sub(psi.b, v.b)}, power);
+    const Two step = {Simd::sub(psi.a, v.a), Simd::sub(psi.b, v.b)};
+    const Two value = fma(power, step, power);
     a.near = Simd::equal(k.a, zero);
     b.near = Simd::equal(k.b, zero);
+    a.bent = Simd::opposite(a.near);
+    b.bent = Simd::opposite(b.near);
     a.value = value.a;
     b.value = value.b;
+    a.excess = Simd::select(a.near, step.a, value.a);
+    b.excess = Simd::select(b.near, step.b, value.b);
     a.psi = Simd::select(a.near, psi.a, Simd::add(value.a, Simd::sub(u.a, one)));
     b.psi = Simd::select(b.near, psi.b, Simd::add(value.b, Simd::sub(u.b, one)));
   }
@@ -615,8 +625,10 @@ struct Run {
   // Where every log-ratio is near.
   [[gnu::always_inline]] void near_decays(const Two& u, Decay& a, Decay& b) const {
     const Two psi = mul(u, poly.psi_over_u(u));
-    a = {psi.a, Simd::add(Simd::sub(one, u.a), psi.a), Simd::first(Simd::kLanes)};
-    b = {psi.b, Simd::add(Simd::sub(one, u.b), psi.b), Simd::first(Simd::kLanes)};
+    const Two step = {Simd::sub(psi.a, u.a), Simd::sub(psi.b, u.b)};
+    const Mask near = Simd::first(Simd::kLanes), bent = Simd::none();
+    a = {psi.a, Simd::add(one, step.a), step.a, near, bent};
+    b = {psi.b, Simd::add(one, step.b), step.b, near, bent};
   }
 
   // Adds a block of log-ratios from -kClose to kFarthest, all near or not.
@@ -629,8 +641,8 @@ struct Run {
     } else {
       decays(Two{a.u, b.u}, decay_a, decay_b);
     }
-    sums.template add_decay<false, false>(a, Simd::none(), weight.a, decay_a);
-    sums.template add_decay<false, false>(b, Simd::none(), weight.b, decay_b);
+    sums.template add_decay<kNear, false>(a, Simd::none(), weight.a, decay_a);
+    sums.template add_decay<kNear, false>(b, Simd::none(), weight.b, decay_b);
   }
 
   // Adds a block where the rollout lacks columns, or gives them no mass, and the others are near

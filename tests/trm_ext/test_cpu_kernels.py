@@ -159,6 +159,21 @@ class TestValues:
         x = torch.where(torch.rand(x.shape, generator=generator) < 0.3, x - low, x)
         check(x.float(), (x + noise * e).float(), SUMS)
 
+    @pytest.mark.parametrize("height", (10.0, 20.0, 40.0, 54.0))
+    @pytest.mark.parametrize("side", ("rollout", "train"))
+    def test_a_token_that_one_side_lacks_and_the_other_likes(self, capability, side, height):
+        # The divergence of the side that lacks it is that of columns exp(-height) of the other's.
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 2, 20011, generator=generator)
+        y = x + 0.3 * e
+        liked, lacked = (x, y) if side == "rollout" else (y, x)
+        liked[:, 700], lacked[:, 700] = height, -INF
+        check(x, y, SUMS)
+        many = torch.rand(x.shape, generator=generator) < 0.1
+        liked[many] += height
+        lacked[many] = -INF
+        check(x, y, SUMS)
+
     @pytest.mark.parametrize("temperatures", ((1.0, 1.0), (0.5, 0.5), (0.5, 0.6), (2.0, 0.5)))
     @pytest.mark.parametrize("noise", (0.05, 1.0))
     @pytest.mark.parametrize("dtype", STORED)
