@@ -291,10 +291,9 @@ struct ShiftEffect {
     kl = (state.near_gap + ((state.far_train - state.far_mass) + state.far_first)) - from_shift;
     const bool matters = std::fabs(inside) > kShiftKept;
     if (matters && !state.has(kSupportViolation)) {
-      excess = inside < 0.0
-                   ? state.near_mass * (0.5 * inside * inside) / std::max(0.0, 1.0 + inside)
-               : inside == b ? from_shift
-                             : state.near_mass * log1p_gap(inside, roughly);
+      const double half = 0.5 * inside * inside;
+      excess = state.near_mass *
+               (inside < 0.0 ? half / std::max(0.0, 1.0 + inside) : log1p_gap(inside, roughly));
     }
     // A side with mass outside the other's support has an infinite divergence: no digits.
     if (state.has(kCarriesTrainGap) && !state.has(kOutsideSupport)) {

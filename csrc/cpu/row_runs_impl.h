@@ -114,6 +114,8 @@ struct Pair {
   Vector u;               // (x - y) - c
   Vector product_error_train;
   Vector scaled_train;
+
+  Mask on_both_sides() const { return Simd::less(Simd::abs(difference), Simd::broadcast(kInf)); }
 };
 
 template <RunScale kScale>
@@ -290,7 +292,7 @@ struct Padded {
 struct Decay {
   Vector psi, value;
   Vector excess;  // value - 1 of a near column, value of another
-  Mask near, bent;
+  Mask near;
 
   // 1 - (1 + u) exp(-u)
   Vector chi(Vector u) const {
@@ -355,7 +357,8 @@ struct Sums {
     } else {
       bent_gap = Simd::fma(weight, decay.psi, bent_gap);
       bent_excess = Simd::fma(weight, decay.excess, bent_excess);
-      if constexpr (!kNear) bent_mass = Simd::add_where(decay.bent, bent_mass, weight);
+      if constexpr (!kNear)
+        bent_mass = Simd::add_where(Simd::opposite(decay.near), bent_mass, weight);
     }
     if constexpr (kTrainGap) train_gap = Simd::fma(weight, decay.chi(pair.u), train_gap);
     if constexpr (kEntropy) {
@@ -372,7 +375,7 @@ struct Sums {
     far_train = Simd::add_where(here, far_train, mass);
     see(pair.difference);
     if constexpr (kTrainGap) {
-      const Mask both = Simd::less(Simd::abs(pair.difference), Simd::broadcast(kInf));
+      const Mask both = pair.on_both_sides();
       train_gap = Simd::sub(
           train_gap, Simd::zero_unless(Simd::both(here, both), Simd::fma(mass, pair.u, mass)));
     }
@@ -384,7 +387,7 @@ struct Sums {
   // Any columns that the frame covers; mass is the train side's.
   void add_any(const Pair& pair, Mask near, Vector weight, Vector ratio, Vector train_power,
                Vector mass) {
-    const Mask both = Simd::less(Simd::abs(pair.difference), Simd::broadcast(kInf));
+    const Mask both = pair.on_both_sides();
     const Mask alone = Simd::opposite(both);
     const Vector moment = Simd::zero_unless(both, Simd::mul(weight, pair.u));
     const Vector near_gap = Simd::mul(moment, ratio);
@@ -558,9 +561,6 @@ struct Run {
   Mask covered(const Pair& a, const Pair& b) const {
     return Simd::less_equal(Simd::larger_above_zero(a.power, b.power), slack);
   }
-  Mask covered(const Two& train_power) const {
-    return Simd::less_equal(Simd::larger_above_zero(train_power.a, train_power.b), train_slack);
-  }
 
   // Whether the block at `column`, which may be the run's last and not full, is without NaN and
   // +inf.
@@ -612,8 +612,6 @@ struct Run {
     const Two value = fma(power, step, power);
     a.near = Simd::equal(k.a, zero);
     b.near = Simd::equal(k.b, zero);
-    a.bent = Simd::opposite(a.near);
-    b.bent = Simd::opposite(b.near);
     a.value = value.a;
     b.value = value.b;
     a.excess = Simd::select(a.near, step.a, value.a);
@@ -626,9 +624,9 @@ struct Run {
   [[gnu::always_inline]] void near_decays(const Two& u, Decay& a, Decay& b) const {
     const Two psi = mul(u, poly.psi_over_u(u));
     const Two step = {Simd::sub(psi.a, u.a), Simd::sub(psi.b, u.b)};
-    const Mask near = Simd::first(Simd::kLanes), bent = Simd::none();
-    a = {psi.a, Simd::add(one, step.a), step.a, near, bent};
-    b = {psi.b, Simd::add(one, step.b), step.b, near, bent};
+    const Mask near = Simd::first(Simd::kLanes);
+    a = {psi.a, Simd::add(one, step.a), step.a, near};
+    b = {psi.b, Simd::add(one, step.b), step.b, near};
   }
 
   // Adds a block of log-ratios from -kClose to kFarthest, all near or not.
@@ -832,7 +830,7 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
   return column;
 }
 
-// Four loops, each with the registers for its own work; the rarer three out of line.
+// Five loops, each with the registers for its own work; the rarer four out of line.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 int64_t sum_run(const RunArgs& args, RunSums& out) {
   constexpr int64_t kBlock = 2 * Simd::kLanes;
