@@ -37,6 +37,7 @@ PREFETCHES = ((0, 1), (8, 1), (16, 1), (32, 1), (64, 1), (32, 2), (40, 2), (48, 
 EAGER = ("eager", "lse form")
 COMPILED = ("torch.compile", "torch.compile lse")
 KINDS = ("near", "far1", "far20", "far50", "remote1", "remote20", "top-p", "half", "gaps", "masked")
+MIXES = ("top-p far20", "half far20", "half remote20", "gaps far20", "lacks", "lacks far20")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,24 +91,30 @@ def rows(kind: str, count: int, vocab: int, dtype: str) -> tuple[Tensor, Tensor]
     """Logits of std 3 with mismatch noise 0.05, and columns apart from that.
 
     far: by 1/2 to some 4 nats; remote: by 9 to 13; top-p and half: 90 % and 50 % of the rollout
-    -inf; gaps: 10 % of both sides -inf; masked: half of the rollout -1e4.
+    -inf; gaps: 10 % of both sides -inf; masked: half of the rollout -1e4; lacks: 10 % of the train
+    side -inf, so that the KL is infinite. A mix has 20 % of other columns apart, too.
     """
+    kind, *mixed = kind.split()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, vocab, generator=generator) * 3
     noise = torch.randn(count, vocab, generator=generator)
     shares = {"far1": 0.01, "far20": 0.2, "far50": 0.5, "remote1": 0.01, "remote20": 0.2}
-    shares |= {"top-p": 0.9, "half": 0.5, "gaps": 0.1, "masked": 0.5}
+    shares |= {"top-p": 0.9, "half": 0.5, "gaps": 0.1, "masked": 0.5, "lacks": 0.1}
     chosen = torch.rand(count, vocab, generator=generator) < shares.get(kind, 0.0)
     y = x + 0.05 * noise
+    if mixed:
+        apart = torch.rand(count, vocab, generator=generator) < 0.2
+        steps = noise.sign() * (0.5 + noise.abs()) if mixed == ["far20"] else 9 + noise.abs()
+        y = torch.where(apart, x - steps, y)
     if kind.startswith("far"):
         y = torch.where(chosen, x + noise.sign() * (0.5 + noise.abs()), y)
     elif kind.startswith("remote"):
         y = torch.where(chosen, x - 9 - noise.abs(), y)
     elif kind == "masked":
         x = x.masked_fill(chosen, -1e4)
-    elif kind != "near":
+    elif kind not in ("near", "lacks"):
         x = x.masked_fill(chosen, -float("inf"))
-    if kind == "gaps":
+    if kind in ("gaps", "lacks"):
         y = y.masked_fill(chosen, -float("inf"))
     return x.to(DTYPES[dtype]), y.to(DTYPES[dtype])
 
@@ -304,7 +311,7 @@ def kinds(rounds: int) -> None:
     print("\nkinds of rows, V = 151936 (wanted: any mix >= 0.65 of near)")
     lines = []
     for dtype in ("fp32", "bf16"):
-        pairs = {kind: rows(kind, 48, GATE_VOCABULARY, dtype) for kind in KINDS}
+        pairs = {kind: rows(kind, 48, GATE_VOCABULARY, dtype) for kind in KINDS + MIXES}
         lines += side_by_side(pairs, dtype, rounds)
     record.table(["case", "Gpair/s", "of near"], lines, sys.stdout)
     x, y = rows("near", 48, GATE_VOCABULARY, "fp32")

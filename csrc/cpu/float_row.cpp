@@ -23,16 +23,16 @@ constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean
 // How many times the slice's KL the shift's doing, (L - c)^2 / 2, may be in all: beyond, a run is
 // summed again, unless its own part is small. And in one part, before the next run gets a frame of
 // its own.
-constexpr double kMostExcess = 2.0;
+constexpr double kMostExcess = 4.0;
 constexpr double kSmallExcess = 0.125;
 constexpr double kFrameExcess = 0.25;
 // Columns with less rollout mass, that of the largest logit being 1, say nothing of a shift; in the
 // frame of their mean log-ratio the train side's masses would underflow with theirs.
 constexpr double kLeastMass = 0x1p-60;
-// Part of the slice's KL that the rounding of x - y may be: beyond, it is restored.
-constexpr double kMostRounding = 1e-7;
-// Nats that the mass of one side, with what it has alone, may stand above the other's.
-constexpr double kMostOutside = 8.0;
+// Part of the slice's KL that the rounding of x - y may be: beyond, it is restored. Where the KL is
+// infinite, only the shift's own digits count.
+constexpr double kMostRounding = 2e-7;
+constexpr double kLargestRoundedShift = 8.0;
 constexpr double kLog2e = 1.4426950408889634;
 // How far a logit may stand above its frame, see frame_slack(), in powers of 2.
 constexpr float kSlack = static_cast<float>(frame_slack<float>() * kLog2e);
@@ -80,6 +80,9 @@ class RowColumns {
     const double train_max = max_rollout(out) - (static_cast<double>(out.shift) + out.shift_low);
     out.train_max = static_cast<float>(train_max);
     out.train_max_low = static_cast<float>(train_max - out.train_max);
+    out.train_origin = static_cast<float>(train_max * rate_);
+    out.train_origin_low = static_cast<float>(train_max * rate_ - out.train_origin);
+    out.train_factor = std::exp2(-out.train_origin_low);
     return out;
   }
 
@@ -100,8 +103,8 @@ class RowColumns {
     return run_frame({in_units(maxima.rollout, rollout_temperature_), shift * unit}, plain);
   }
 
-  bool are_floats() const {
-    return !scaled() && run_type(rollout_.type) == 0 && run_type(train_.type) == 0;
+  bool have_plain_runs() const {
+    return !scaled() && (run_type(rollout_.type) == 0) == (run_type(train_.type) == 0);
   }
 
   // The train side's slack: a frame whose shift is not that of the maxima lies elsewhere.
@@ -228,6 +231,7 @@ void add(DivergenceState<double>& state, const RunSums& sums) {
   state.near_first += sums.near_first;
   state.near_gap += sums.near_gap;
   state.far_mass += sums.far_mass;
+  state.far_first += sums.far_first;
   state.far_train += sums.far_train;
   state.train_gap += sums.train_gap;
   state.rollout_log += sums.rollout_log;
@@ -235,40 +239,37 @@ void add(DivergenceState<double>& state, const RunSums& sums) {
   state.flags |= (sums.violates ? kSupportViolation : 0u) | (sums.outside ? kOutsideSupport : 0u);
 }
 
-// B/S: the train side's mass in the state's frame, relative to the rollout's, less 1.
+// S and Q of a state: the masses of the two policies in its frame.
+double rollout_mass(const DivergenceState<double>& state) {
+  return state.near_mass + state.far_mass;
+}
+double train_mass(const DivergenceState<double>& state) {
+  return state.near_mass + (state.near_gap - state.near_first) + state.far_train;
+}
+
+// B/S = Q/S - 1, to its own precision where it is small.
 double relative_excess(const DivergenceState<double>& state) {
   const double excess = (state.near_gap - state.near_first) + (state.far_train - state.far_mass);
-  return excess / (state.near_mass + state.far_mass);
+  return excess / rollout_mass(state);
 }
 
-// Whether one side has columns to itself.
-bool has_one_sided(const DivergenceState<double>& state) {
-  return state.far_mass != 0.0 || state.far_train != 0.0;
+// A state without one of the sides, as add_in_frame() makes it: nothing in what compares them.
+void keep_only_masses(DivergenceState<double>& state) {
+  state.far_train = train_mass(state);
+  state.far_mass = rollout_mass(state);
+  state.near_mass = state.near_first = state.near_gap = state.far_first = 0.0;
 }
 
-// B/S of the columns that both sides have: mass that only one has is exact in G and B alike, and
-// costs the others no digit.
-double relative_excess_inside(const DivergenceState<double>& state) {
-  return (state.near_gap - state.near_first) / state.near_mass;
+// log(Q/S), given b = Q/S - 1.
+double log_gain(const DivergenceState<double>& state, double b) {
+  return std::fabs(b) > 0.5 ? std::log(train_mass(state) / rollout_mass(state)) : std::log1p(b);
 }
 
-// The shift for what a state has summed: the mean log-ratio L = c - log1p(B/S) of the columns that
-// both sides have, unless what one has alone would stand too far above; c where there is none.
+// The shift for what a state has summed: the mean log-ratio L = c - log(Q/S); c where there is
+// none.
 double mean_log_ratio(const DivergenceState<double>& state) {
-  double log_ratio = state.shift - std::log1p(relative_excess(state));
-  if (has_one_sided(state)) {
-    const double inside = state.shift - std::log1p(relative_excess_inside(state));
-    if (inside < infinity<double>()) {
-      log_ratio = std::clamp(inside, log_ratio - kMostOutside, log_ratio + kMostOutside);
-    }
-  }
+  const double log_ratio = state.shift - log_gain(state, relative_excess(state));
   return std::fabs(log_ratio) < infinity<double>() ? log_ratio : state.shift;
-}
-
-// b - log1p(b); `roughly`: its first Pade form where that is good to half a percent.
-double log1p_gap(double b, bool roughly) {
-  if (roughly && std::fabs(b) < 0.25) return 0.5 * b * b / (1.0 + b * (2.0 / 3.0));
-  return b - std::log1p(b);
 }
 
 // What a state's gaps G and R are made of: the two divergences, and what comes of a shift that is
@@ -283,26 +284,26 @@ struct ShiftEffect {
   ShiftEffect() = default;
   // `roughly`: what comes of the shift to half a percent, and the divergences to as much of it.
   explicit ShiftEffect(const DivergenceState<double>& state, bool roughly = true) {
-    const double mass = state.near_mass + state.far_mass;
-    if (!state.has_both() || state.near_mass < kLeastMass) return;
+    const double mass = rollout_mass(state);
+    if (!state.has_both() || mass < kLeastMass) return;
     const double b = relative_excess(state);
-    const double inside = has_one_sided(state) ? relative_excess_inside(state) : b;
-    const double from_shift = mass * log1p_gap(b, roughly);
+    // Where b is small, the first Pade forms of b - log1p(b) and (1 + b) log1p(b) - b.
+    const bool pade = roughly && std::fabs(b) < 0.25;
+    const double gain = pade ? 0.0 : log_gain(state, b);
+    const double from_shift = mass * (pade ? 0.5 * b * b / (1.0 + b * (2.0 / 3.0)) : b - gain);
     kl = (state.near_gap + ((state.far_train - state.far_mass) + state.far_first)) - from_shift;
-    const bool matters = std::fabs(inside) > kShiftKept;
+    const bool matters = std::fabs(b) > kShiftKept;
     if (matters && !state.has(kSupportViolation)) {
-      const double half = 0.5 * inside * inside;
-      excess = state.near_mass *
-               (inside < 0.0 ? half / std::max(0.0, 1.0 + inside) : log1p_gap(inside, roughly));
+      excess = b < 0.0 ? 0.5 * b * b * mass * (mass / train_mass(state)) : from_shift;
     }
     // A side with mass outside the other's support has an infinite divergence: no digits.
     if (state.has(kCarriesTrainGap) && !state.has(kOutsideSupport)) {
-      const bool small = roughly && std::fabs(b) < 0.25;
-      const double from_shift_train = mass * (small ? 0.5 * b * b / (1.0 + b / 3.0) : xlogx_gap(b));
+      const double from_shift_train =
+          pade ? mass * (0.5 * b * b / (1.0 + b / 3.0)) : train_mass(state) * gain - mass * b;
       kl_train = state.train_gap - from_shift_train;
       excess_train = std::fabs(b) > kShiftKept ? from_shift_train : 0.0;
     }
-    blurs = matters && mass > 0.9 && mass < 1.2 && std::fabs(inside) * mass > 4.0 * kl;
+    blurs = matters && mass > 0.9 && mass < 1.2 && std::fabs(b) * mass > 4.0 * kl;
   }
 };
 
@@ -333,6 +334,7 @@ class Slice {
       const int64_t begin = column_;
       const bool looked = looks;
       looks = add_part(looks);
+      if (too_far_) return false;
       // A frame of the maxima covers at least its first column; if rounding denies it, go wide.
       if (column_ == begin && looked) return total_.has(kNonFinite);
     }
@@ -366,12 +368,15 @@ class Slice {
     const auto sum = columns_.scaled() ? runs.sum_scaled[columns_.mixed()][extra_ != 0]
                      : frame.plain     ? runs.sum_plain[x][y][extra_]
                                        : runs.sum[x][y][extra_];
-    return sum(args, sums);
+    const int64_t consumed = sum(args, sums);
+    too_far_ = too_far_ || sums.too_far;
+    return consumed;
   }
 
   DivergenceState<double> state_of(const RunFrame& frame, const RunSums& sums) const {
     DivergenceState<double> state = fresh(frame);
     add(state, sums);
+    if (!state.has_both()) keep_only_masses(state);
     return state;
   }
 
@@ -422,7 +427,8 @@ class Slice {
   // The next part's frame where its shift is the mean log-ratio of what is summed.
   RunFrame frame_of_the_mean() const {
     const double shift = mean_log_ratio(total_);
-    const bool plain = columns_.are_floats() && extra_ == kRunPlain && rounding_is_small(shift);
+    const bool plain =
+        columns_.have_plain_runs() && extra_ == kRunPlain && rounding_is_small(shift);
     return columns_.frame(maxima_, shift, plain);
   }
 
@@ -430,9 +436,9 @@ class Slice {
   // It enters G with psi'(u), about u: by Cauchy and Schwarz as 2^-24 |c| sqrt(2 S G). The sums so
   // far stand for the run's; where those have more mass, the bound grows with its root.
   bool rounding_is_small(double shift) const {
-    const double mass = total_.near_mass + total_.far_mass;
-    return std::fabs(shift) <= 1.0 && 0x1p-24 * std::fabs(shift) * std::sqrt(2.0 * mass) <=
-                                          kMostRounding * std::sqrt(settled_.kl);
+    if (total_.has(kSupportViolation)) return std::fabs(shift) <= kLargestRoundedShift;
+    return 0x1p-24 * std::fabs(shift) * std::sqrt(2.0 * rollout_mass(total_)) <=
+           kMostRounding * std::sqrt(settled_.kl);
   }
 
   // A run is at most twice as long as what is summed already: its shift is that of those columns.
@@ -442,7 +448,7 @@ class Slice {
   bool outweighs_the_maxima() const {
     if (!total_.has_both()) return false;
     const Frame<double> at = columns_.state_frame(columns_.frame(maxima_));
-    const double mass = total_.near_mass + total_.far_mass;
+    const double mass = rollout_mass(total_);
     const double unit = total_.max_rollout - at.max_rollout;
     const double rollout = mass * std::exp(unit);
     const double train =
@@ -479,6 +485,7 @@ class Slice {
         moves = true;
       } else {
         add(part, sums);
+        if (!part.has_both()) keep_only_masses(part);
         joined = alone ? effect : ShiftEffect(part);
         alone = false;
         moves = spoils(part, joined, {}, kFrameExcess, 0.0);
@@ -500,6 +507,7 @@ class Slice {
   RunMaxima maxima_ = {-infinity<float>(), -infinity<float>()};
   DivergenceState<double> total_;
   ShiftEffect settled_;  // of the total
+  bool too_far_ = false;
 };
 
 }  // namespace
@@ -522,8 +530,9 @@ DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const d
   run.inverse_mass = finished.inverse_mass();
   run.inverse_train_mass = finished.inverse_train_mass();
   run.root_mass = static_cast<float>(std::exp(0.5 * finished.residual - finished.log_mass));
-  run.log2_square_scale =
-      static_cast<float>((2.0 * finished.residual - finished.log_mass) * kLog2e);
+  const double log2_square_scale = (2.0 * finished.residual - finished.log_mass) * kLog2e;
+  run.log2_square_scale = static_cast<float>(log2_square_scale);
+  run.square_factor = static_cast<float>(std::exp2(log2_square_scale - run.log2_square_scale));
   DivergenceMoments total;
   for (int64_t column = range.begin; column < range.end; column += kMomentColumns) {
     run.run = columns.at(column, std::min(kMomentColumns, range.end - column));

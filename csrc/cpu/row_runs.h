@@ -20,9 +20,11 @@ enum class RunScale : int32_t { kNone, kScaled, kMixed };
 struct RunFrame {
   float max_rollout;  // M
   float origin;       // M times the rate; M is what this rounding makes it, except in mixed scale
-  float shift, shift_low;          // an unevaluated sum; low is 0 where plain
-  float train_max, train_max_low;  // max_rollout - shift, likewise
-  bool plain;                      // for sum_plain
+  float shift, shift_low;                // an unevaluated sum; low is 0 where plain
+  float train_max, train_max_low;        // max_rollout - shift, likewise
+  float train_origin, train_origin_low;  // that times the rate, likewise
+  float train_factor;                    // 2^-train_origin_low
+  bool plain;                            // for sum_plain
 };
 
 struct RunArgs {
@@ -38,12 +40,12 @@ struct RunArgs {
 };
 
 struct RunSums {
-  double near_mass, near_first, near_gap;
-  double far_mass, far_train;  // of columns that one side has alone, or the rollout gives no mass
+  double near_mass, near_first, near_gap, far_mass, far_first, far_train;  // as a state's
   double train_gap, rollout_log, train_log;
   bool violates;    // rollout > -inf where train = -inf
   bool outside;     // train > -inf where rollout = -inf
   bool non_finite;  // a NaN or +inf: the row is over
+  bool too_far;     // a log-ratio beyond 1e30 counts: the row takes doubles
 };
 
 struct RunMaxima {
@@ -58,7 +60,8 @@ struct MomentArgs {
   float inverse_mass;        // p = 2^power inverse_mass
   float inverse_train_mass;  // q = 2^train_power inverse_train_mass
   float root_mass;           // sqrt(inverse_mass inverse_train_mass)
-  float log2_square_scale;   // log2(inverse_train_mass^2 / inverse_mass)
+  float log2_square_scale;   // log2(inverse_train_mass^2 / inverse_mass), rounded, and
+  float square_factor;       // 2^ what that lost
 };
 
 struct MomentSums {
@@ -91,8 +94,8 @@ inline int run_type(StorageType type) {
 struct RowRuns {
   const char* name;
   // First column not consumed: count, or where the frame no longer covers the logits. sum_plain
-  // leaves out the rounding of x - y: for 16-bit logits whose difference is exact; and for pairs of
-  // float32, without extras, where it is known not to matter.
+  // leaves out the rounding of x - y: for 16-bit logits whose difference is exact; and without
+  // extras, where it is known not to matter.
   using Sum = int64_t (*)(const RunArgs&, RunSums&);
   Sum sum[kRunTypes][kRunTypes][kRunExtras];
   Sum sum_plain[kRunTypes][kRunTypes][kRunExtras];

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The runs of row_runs.h over the Simd that the including file chose. Formulas: divergence_state.h.
 // Hot path per block of near columns (|u| <= 1/2, inside the frame): one exponential, one
-// polynomial and three sums per vector, two compares. Log-ratios from -8 to 65536 cost a rounding
-// and a scale more; where the rollout lacks columns, one exponential serves either side; anything
-// else takes two. NaN, +inf or a frame that no longer covers ends the run.
+// polynomial and three sums per vector, two compares. Others take the exponential of one side, the
+// base, and that of the log-ratio, which gives the other side's mass; so do columns that one side
+// lacks. NaN, +inf or a frame that no longer covers ends the run.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "cpu/row_runs.h"
 #include "trm/polynomials.h"
@@ -21,11 +22,13 @@ using Bits = Simd::Bits;
 constexpr float kInf = __builtin_inff();
 
 constexpr float kLn2 = 0.693147181f;
-// Log-ratios from -kClose to kFarthest have exp(-u) formed by itself, from the rollout's
-// exponential. A train mass larger by more than exp(kClose) would inherit that one's errors.
-constexpr float kClose = 8.0f;
-constexpr float kFarthest = 65536.0f;
-constexpr float kNoPower = -150.0f;  // 2^z is 0 below
+// exp(-t) of t >= -kClose is formed by itself, and times a mass of the base side: beyond, the other
+// side's mass would inherit that one's errors enlarged.
+constexpr float kClose = 16.0f;
+// A log-ratio above stands for itself only where each has its own bound (Base::kEither).
+constexpr float kFarthest = 1 << 20;
+constexpr float kNothing = 150.0f;  // exp(-t) is 0 above
+constexpr float kMost = 1e30f;      // stands for an infinite log-ratio, where its mass is 0
 // Equal columns round alike, so a chain of n float additions may be off by n 2^-25 of its sum: sums
 // of so many additions each are added up, and those likewise (Chained).
 constexpr int64_t kChain = 32;
@@ -57,12 +60,23 @@ inline Two repeat(const Two&, Vector c) { return {c, c}; }
 // The polynomials, their coefficients kept as whole vectors: a broadcast out of memory costs a turn
 // of the multiply or add pipe, a load does not.
 struct Polynomials {
-  Vector e0 = Simd::constant(0.99999994f), e1 = Simd::constant(0.693153083f),
-         e2 = Simd::constant(0.240153611f), e3 = Simd::constant(0.0558263175f),
-         e4 = Simd::constant(0.00898933969f), e5 = Simd::constant(0.00187757681f);
+  Vector e0, e1, e2, e3, e4, e5;
   Vector p0 = Simd::constant(0.5f), p1 = Simd::constant(-0.166666657f),
          p2 = Simd::constant(0.0416657962f), p3 = Simd::constant(-0.00833345205f),
          p4 = Simd::constant(0.0013981997f), p5 = Simd::constant(-0.000198756316f);
+
+  Vector r0 = Simd::constant(0.5f), r1 = Simd::constant(-0.166665778f),
+         r2 = Simd::constant(0.0416667946f), r3 = Simd::constant(-0.00836320408f),
+         r4 = Simd::constant(0.00139011291f);
+
+  // `factor`, near 1, multiplies exp2().
+  [[gnu::always_inline]] explicit Polynomials(float factor = 1.0f)
+      : e0(Simd::constant(0.99999994f * factor)),
+        e1(Simd::constant(0.693153083f * factor)),
+        e2(Simd::constant(0.240153611f * factor)),
+        e3(Simd::constant(0.0558263175f * factor)),
+        e4(Simd::constant(0.00898933969f * factor)),
+        e5(Simd::constant(0.00187757681f * factor)) {}
 
   // 2^z, z <= 126: 2^floor(z) times a degree-5 minimax of 2^f on 0 <= f < 1, relative error 9.0e-8;
   // 0 at -inf.
@@ -110,17 +124,15 @@ inline Vector natural(Vector power) {
 struct Pair {
   Vector rollout, train;  // as stored
   Vector power;           // (x - M) log2(e)
-  Vector difference;      // x - y, rounded; infinite where one side lacks the column
-  Vector u;               // (x - y) - c
+  Vector u;               // (x - y) - c, infinite where one side lacks the column; -u if swapped
   Vector product_error_train;
   Vector scaled_train;
-
-  Mask on_both_sides() const { return Simd::less(Simd::abs(difference), Simd::broadcast(kInf)); }
 };
 
 template <RunScale kScale>
 struct Columns {
   Vector max_rollout, origin, rate, shift, shift_low, train_max, train_max_low;
+  Vector train_origin, train_origin_low;
   Vector rollout_high, rollout_low, train_high, train_low;
 
   explicit Columns(const RunArgs& args)
@@ -131,6 +143,8 @@ struct Columns {
         shift_low(Simd::broadcast(args.frame.shift_low)),
         train_max(Simd::broadcast(args.frame.train_max)),
         train_max_low(Simd::broadcast(-args.frame.train_max_low * args.rate)),
+        train_origin(Simd::broadcast(-args.frame.train_origin)),
+        train_origin_low(Simd::broadcast(-args.frame.train_origin_low)),
         rollout_high(Simd::broadcast(args.rollout_high)),
         rollout_low(Simd::broadcast(args.rollout_low)),
         train_high(Simd::broadcast(args.train_high)),
@@ -148,8 +162,9 @@ struct Columns {
     return Simd::min(Simd::max(value, Simd::sub(Simd::broadcast(0.0f), largest)), largest);
   }
 
-  // kResidue restores the rounding of x - y.
-  template <bool kResidue>
+  // kResidue restores the rounding of x - y; u is then NaN where a side lacks the column, unless
+  // kGaps.
+  template <bool kResidue, bool kGaps, bool kSwapped = false>
   Pair pair(Vector x, Vector y) const {
     Pair out;
     out.rollout = x;
@@ -158,20 +173,27 @@ struct Columns {
       Vector a_error, b_error;
       const Vector a = tempered(x, rollout_high, rollout_low, a_error);
       const Vector b = tempered(y, train_high, train_low, b_error);
-      const Vector difference = out.difference = Simd::sub(a, b);
+      const Vector difference = Simd::sub(a, b);
       const Vector error = Simd::add(Simd::sub(difference_error(a, b, difference), shift_low),
                                      Simd::sub(a_error, b_error));
       out.u = Simd::add(Simd::sub(difference, shift), error);
       out.u = Simd::select(Simd::less(Simd::abs(difference), Simd::broadcast(kInf)), bounded(out.u),
                            difference);
+      if constexpr (kSwapped) {
+        out.u = Simd::sub(Simd::broadcast(0.0f), out.u);  // keeps a NaN's sign
+      }
       out.power = Simd::mul(Simd::add(Simd::sub(a, max_rollout), a_error), rate);
       out.scaled_train = b;
       out.product_error_train = b_error;
     } else {
-      const Vector difference = out.difference = Simd::sub(x, y);
-      out.u = Simd::sub(difference, shift);
+      const Vector a = kSwapped ? y : x, b = kSwapped ? x : y;
+      const Vector difference = Simd::sub(a, b);
+      out.u = kSwapped ? Simd::add(difference, shift) : Simd::sub(difference, shift);
       if constexpr (kResidue) {
-        out.u = Simd::add(out.u, Simd::sub(difference_error(x, y, difference), shift_low));
+        const Vector lost = difference_error(a, b, difference);
+        const Vector error = kSwapped ? Simd::add(lost, shift_low) : Simd::sub(lost, shift_low);
+        out.u = kGaps ? Simd::add_where(Simd::are_numbers(error, error), out.u, error)
+                      : Simd::add(out.u, error);
       }
       if constexpr (kScale == RunScale::kScaled) out.u = scaled(out.u);
       out.power = Simd::fused(x, rate, origin);
@@ -189,14 +211,27 @@ struct Columns {
                         logit);
   }
 
-  // (y - (M - c)) log2(e), for columns that are not near; the train maximum M - c is kept to twice
-  // a float's precision, so that this is as accurate as the rollout's.
+  // (y - (M - c)) log2(e). The train side's origin is kept to twice a float's precision, so that
+  // this is as accurate as the rollout's. Roughly: without what the second word adds to all.
+  template <bool kRoughly = false>
   Vector train_power(const Pair& pair) const {
     if constexpr (kScale == RunScale::kMixed) {
       const Vector value = Simd::sub(pair.scaled_train, train_max);
       return Simd::fma(Simd::add(value, pair.product_error_train), rate, train_max_low);
     } else {
-      return Simd::fma(Simd::sub(pair.train, train_max), rate, train_max_low);
+      const Vector power = Simd::fused(pair.train, rate, train_origin);
+      return kRoughly ? power : Simd::add(power, train_origin_low);
+    }
+  }
+
+  // Of the train side where the mask is on, else of the rollout.
+  Vector power_where(Mask train, const Pair& pair) const {
+    if constexpr (kScale == RunScale::kMixed) {
+      return Simd::select(train, train_power(pair), pair.power);
+    } else {
+      const Vector power = Simd::fused(Simd::select(train, pair.train, pair.rollout), rate,
+                                       Simd::select(train, train_origin, origin));
+      return Simd::add_where(train, power, train_origin_low);
     }
   }
 };
@@ -288,19 +323,18 @@ struct Padded {
   }
 };
 
-// exp(-u) of a vector of columns, and psi(u) = exp(-u) - 1 + u to its own precision.
+// Of one vector of columns: w, the mass of the side that is its base, and exp(-t), which is that of
+// the other side relative to it. psi = psi(t) and step = exp(-t) - 1 where near.
 struct Decay {
-  Vector psi, value;
-  Vector excess;  // value - 1 of a near column, value of another
-  Mask near;
-
-  // 1 - (1 + u) exp(-u)
-  Vector chi(Vector u) const {
-    const Vector near_part = Simd::sub(Simd::mul(u, u), Simd::fma(u, psi, psi));
-    const Vector far_part = Simd::sub(Simd::broadcast(1.0f), Simd::fma(u, value, value));
-    return Simd::select(near, near_part, far_part);
-  }
+  Vector weight, value, psi, step;
+  Vector t;  // bounded, so that the products below are numbers
+  Mask far;  // not near
 };
+
+// The side whose mass is taken from its logit: the other's is that times exp(-t). t is the
+// log-ratio of the base to the other, at least -kClose; a side without the column is never the base
+// unless both are. kEither: of near columns the rollout, of others the larger.
+enum class Base { kRollout, kTrain, kEither };
 
 // What a run has accumulated.
 template <int kExtra>
@@ -308,17 +342,21 @@ struct Sums {
   static constexpr bool kTrainGap = (kExtra & kRunTrainGap) != 0;
   static constexpr bool kEntropy = (kExtra & kRunEntropy) != 0;
   Vector near_mass, near_first, near_gap;
-  // In loops that take others than near columns: w psi(u), and the excess of the train side's mass,
-  // of which that of columns that are not near lacks their w, summed by itself.
-  Vector bent_gap, bent_excess, bent_mass;
-  Vector far_mass, far_train;  // columns of one side alone
+  // In loops that take others than near columns. Near or not, w times what each has in G; and what
+  // the side that is not the base adds to its mass: w (exp(-t) - 1) of near columns, whose w is in
+  // near_mass, w exp(-t) of others, whose w is the base's alone.
+  Vector bent_gap;
+  Vector train_gain, rollout_alone;  // base: the rollout
+  Vector rollout_gain, train_alone;  // base: the train side
   Vector train_gap, rollout_log, train_log;
-  // Of x - y, where a block had -inf: infinite where one side lacks a column.
-  Vector least = Simd::broadcast(0.0f), largest = Simd::broadcast(0.0f);
+  // Of u and -u, where it is positive: infinite where one side lacks a column.
+  Vector largest, largest_train;
+  Vector remote;  // kEither: the largest t that counts in G or R
 
   Sums() {
     near_mass = near_first = near_gap = Simd::broadcast(0.0f);
-    bent_gap = bent_excess = bent_mass = far_mass = far_train = near_mass;
+    bent_gap = train_gain = rollout_alone = rollout_gain = train_alone = near_mass;
+    largest = largest_train = remote = near_mass;
     train_gap = rollout_log = train_log = near_mass;
   }
 
@@ -345,76 +383,86 @@ struct Sums {
     train_log = Simd::fma(mass, Simd::sub(log_weight, pair.u), train_log);
   }
 
-  // Columns of log-ratios from -kClose to kFarthest. With gaps: where the mask is off, u is 0 and
-  // the weight another's. B of near columns is gap less moment; of others, exp(-u) less 1: either
-  // way the other difference would be a small one of large numbers.
-  template <bool kNear, bool kGaps>
-  void add_decay(const Pair& pair, Mask here, Vector weight, const Decay& decay) {
-    near_mass = kGaps ? Simd::add_where(here, near_mass, weight) : Simd::add(near_mass, weight);
-    if constexpr (kNear && kGaps) {
-      near_first = Simd::fma(weight, pair.u, near_first);
-      near_gap = Simd::fma(weight, decay.psi, near_gap);
+  // Any columns. With t = |u|, or u itself where it is near, and e = exp(-t) - 1: G and R of a
+  // column whose base is the rollout are w (e + t) and -w (e + t exp(-t)); where it is the train
+  // side they change places.
+  template <Base kBase>
+  void add_decay(const Pair& pair, Mask train_based, Vector z, const Decay& decay) {
+    const Vector one = Simd::broadcast(1.0f);
+    const Vector weight = decay.weight, value = decay.value;
+    const Vector expm1 = Simd::sub(value, one);
+    // kEither: what is multiplied by a mass may be larger by far.
+    Vector t = decay.t;
+    if constexpr (kBase == Base::kEither) {
+      const Vector log_ratio = Simd::negate_where(train_based, pair.u);
+      const Mask has_mass = Simd::less(Simd::broadcast(0.0f), weight);
+      const Mask counts = kTrainGap
+                              ? Simd::both(has_mass, Simd::less(log_ratio, Simd::broadcast(kInf)))
+                              : Simd::but_not(has_mass, train_based);
+      remote = Simd::larger_above_zero(Simd::zero_unless(counts, log_ratio), remote);
+      t = Simd::min(log_ratio, Simd::broadcast(kMost));
+    }
+    // e + t, and -(e + t exp(-t)), to their own precision where they are small
+    const auto psi = [&] { return Simd::select(decay.far, Simd::add(expm1, t), decay.psi); };
+    const auto minus_chi = [&] {
+      return Simd::fma(decay.t, Simd::select(decay.far, value, decay.step),
+                       Simd::select(decay.far, expm1, decay.psi));
+    };
+    const Mask near = Simd::opposite(decay.far);
+    near_mass = Simd::add_where(near, near_mass, weight);
+    if constexpr (kBase == Base::kRollout) {
+      train_gain = Simd::fma(weight, Simd::select(decay.far, value, decay.step), train_gain);
+      rollout_alone = Simd::add_where(decay.far, rollout_alone, weight);
+      bent_gap = Simd::fma(weight, psi(), bent_gap);
+      if constexpr (kTrainGap) train_gap = Simd::fnma(weight, minus_chi(), train_gap);
+      largest = Simd::larger_above_zero(pair.u, largest);
+    } else if constexpr (kBase == Base::kTrain) {
+      rollout_gain = Simd::fma(weight, Simd::select(decay.far, value, decay.step), rollout_gain);
+      train_alone = Simd::add_where(decay.far, train_alone, weight);
+      bent_gap = Simd::fnma(weight, minus_chi(), bent_gap);
+      if constexpr (kTrainGap) train_gap = Simd::fma(weight, psi(), train_gap);
+      largest_train = Simd::larger_above_zero(pair.u, largest_train);
     } else {
-      bent_gap = Simd::fma(weight, decay.psi, bent_gap);
-      bent_excess = Simd::fma(weight, decay.excess, bent_excess);
-      if constexpr (!kNear)
-        bent_mass = Simd::add_where(Simd::opposite(decay.near), bent_mass, weight);
+      const Vector rollout = Simd::select(train_based, value, one);
+      const Vector train = Simd::select(train_based, one, value);
+      const Vector signed_weight = Simd::negate_where(train_based, weight);
+      train_gain = Simd::fma(weight, Simd::select(decay.far, train, decay.step), train_gain);
+      rollout_alone = Simd::fma_where(decay.far, weight, rollout, rollout_alone);
+      const Vector gap = Simd::select(decay.far, Simd::fma(t, rollout, expm1), decay.psi);
+      bent_gap = Simd::fma(signed_weight, gap, bent_gap);
+      if constexpr (kTrainGap) {
+        const Vector near_gap = Simd::fma(decay.t, decay.step, decay.psi);
+        const Vector minus_gap = Simd::select(decay.far, Simd::fma(t, train, expm1), near_gap);
+        train_gap = Simd::fnma(signed_weight, minus_gap, train_gap);
+      }
+      largest = Simd::larger_above_zero(pair.u, largest);
+      largest_train = Simd::larger_above_zero(
+          Simd::zero_unless(train_based, Simd::negate_where(train_based, pair.u)), largest_train);
     }
-    if constexpr (kTrainGap) train_gap = Simd::fma(weight, decay.chi(pair.u), train_gap);
     if constexpr (kEntropy) {
-      const Vector inside = kGaps ? Simd::zero_unless(here, weight) : weight;
-      const Vector log_weight = natural(pair.power);
-      rollout_log = Simd::fma(inside, log_weight, rollout_log);
-      train_log =
-          Simd::fma(Simd::mul(inside, decay.value), Simd::sub(log_weight, pair.u), train_log);
+      const Vector log_base = natural(z), log_other = Simd::sub(log_base, decay.t);
+      const Vector base = Simd::mul(weight, log_base);
+      const Vector other = Simd::mul(Simd::mul(weight, value), log_other);
+      if constexpr (kBase == Base::kRollout) {
+        rollout_log = Simd::add(rollout_log, base);
+        train_log = Simd::add(train_log, other);
+      } else if constexpr (kBase == Base::kTrain) {
+        rollout_log = Simd::add(rollout_log, other);
+        train_log = Simd::add(train_log, base);
+      } else {
+        rollout_log = Simd::add(rollout_log, Simd::select(train_based, other, base));
+        train_log = Simd::add(train_log, Simd::select(train_based, base, other));
+      }
     }
   }
 
-  // Columns that the rollout gives no mass.
-  void add_train_only(const Pair& pair, Mask here, Vector train_power, Vector mass) {
-    far_train = Simd::add_where(here, far_train, mass);
-    see(pair.difference);
-    if constexpr (kTrainGap) {
-      const Mask both = pair.on_both_sides();
-      train_gap = Simd::sub(
-          train_gap, Simd::zero_unless(Simd::both(here, both), Simd::fma(mass, pair.u, mass)));
-    }
-    if constexpr (kEntropy) {
-      train_log = Simd::fma_where(here, mass, natural(train_power), train_log);
-    }
-  }
-
-  // Any columns that the frame covers; mass is the train side's.
-  void add_any(const Pair& pair, Mask near, Vector weight, Vector ratio, Vector train_power,
-               Vector mass) {
-    const Mask both = pair.on_both_sides();
-    const Mask alone = Simd::opposite(both);
-    const Vector moment = Simd::zero_unless(both, Simd::mul(weight, pair.u));
-    const Vector near_gap = Simd::mul(moment, ratio);
-    const Vector far_gap = Simd::add(Simd::sub(mass, weight), moment);
-    const Vector excess = Simd::select(near, Simd::sub(near_gap, moment), mass);
-    near_mass = Simd::add_where(both, near_mass, weight);
-    bent_gap = Simd::add_where(both, bent_gap, Simd::select(near, near_gap, far_gap));
-    bent_excess = Simd::add_where(both, bent_excess, excess);
-    bent_mass = Simd::add_where(Simd::but_not(both, near), bent_mass, weight);
-    far_mass = Simd::add_where(alone, far_mass, weight);
-    far_train = Simd::add_where(alone, far_train, mass);
-    see(pair.difference);
-    if constexpr (kTrainGap) {
-      const Vector near_part = Simd::mul(moment, chi_over_u(pair.u, ratio));
-      const Vector far_part = Simd::sub(weight, Simd::fma(mass, pair.u, mass));
-      train_gap = Simd::add_where(both, train_gap, Simd::select(near, near_part, far_part));
-    }
-    if constexpr (kEntropy) {
-      rollout_log = Simd::fma(weight, natural(pair.power), rollout_log);
-      train_log = Simd::fma(mass, natural(train_power), train_log);
-    }
-  }
-
-  // NaN, where both sides lack a column, is passed over.
-  void see(Vector difference) {
-    least = Simd::min(difference, least);
-    largest = Simd::max(difference, largest);
+  // Whether a log-ratio that counts was bounded.
+  template <Base kBase>
+  bool has_remote() const {
+    if (kBase == Base::kTrain && !kTrainGap) return false;
+    const Vector most = kBase == Base::kTrain ? largest_train : largest;
+    return Simd::any(Simd::both(Simd::less(Simd::broadcast(kFarthest / 2), most),
+                                Simd::less(most, Simd::broadcast(kInf))));
   }
 
   void join_near(const Sums& other) {
@@ -424,25 +472,16 @@ struct Sums {
     join_extras(other);
   }
 
-  void join_bent(const Sums& other) {
-    near_mass = Simd::add(near_mass, other.near_mass);
-    add_bent(other);
-    join_extras(other);
-  }
-
   void join(const Sums& other) {
     join_near(other);
-    add_bent(other);
-    far_mass = Simd::add(far_mass, other.far_mass);
-    far_train = Simd::add(far_train, other.far_train);
-    least = Simd::min(least, other.least);
-    largest = Simd::max(largest, other.largest);
-  }
-
-  void add_bent(const Sums& other) {
     bent_gap = Simd::add(bent_gap, other.bent_gap);
-    bent_excess = Simd::add(bent_excess, other.bent_excess);
-    bent_mass = Simd::add(bent_mass, other.bent_mass);
+    train_gain = Simd::add(train_gain, other.train_gain);
+    rollout_alone = Simd::add(rollout_alone, other.rollout_alone);
+    rollout_gain = Simd::add(rollout_gain, other.rollout_gain);
+    train_alone = Simd::add(train_alone, other.train_alone);
+    largest = Simd::max(largest, other.largest);
+    largest_train = Simd::max(largest_train, other.largest_train);
+    remote = Simd::max(remote, other.remote);
   }
 
   void join_extras(const Sums& other) {
@@ -460,17 +499,22 @@ struct Sums {
     out.near_first = Simd::sum(near_first);
     out.near_gap = Simd::sum(near_gap);
     if (others) {
-      // B, of any columns, is near_gap - near_first.
-      const double gap = Simd::sum(bent_gap);
-      out.near_first += gap - (Simd::sum(bent_excess) - Simd::sum(bent_mass));
-      out.near_gap += gap;
-      out.far_mass = Simd::sum(far_mass);
-      out.far_train = Simd::sum(far_train);
       out.violates = Simd::largest(largest) == kInf;
-      out.outside = Simd::largest(Simd::sub(Simd::broadcast(0.0f), least)) == kInf;
+      out.outside = Simd::largest(largest_train) == kInf;
+      out.too_far = Simd::any(Simd::both(Simd::less_equal(Simd::broadcast(kMost), remote),
+                                         Simd::less(remote, Simd::broadcast(kInf))));
+      // A state's B is near_gap - near_first, of what is near; its G has far_train - far_mass +
+      // far_first of what is far: all that these loops add to G goes there, so that it does not
+      // drown B, nor does what bounded log-ratios leave of an infinite G.
+      const double gain = Simd::sum(rollout_gain);
+      out.near_mass += gain;
+      out.near_first += gain - Simd::sum(train_gain);
+      out.far_mass = Simd::sum(rollout_alone);
+      out.far_train = Simd::sum(train_alone);
+      const double gap = out.violates ? 0.0 : Simd::sum(bent_gap);
+      out.far_first = gap - (out.far_train - out.far_mass);
     }
-    // What only the rollout has, as exact as in S.
-    if constexpr (kTrainGap) out.train_gap = Simd::sum(train_gap) + out.far_mass;
+    if constexpr (kTrainGap) out.train_gap = Simd::sum(train_gap);
     if constexpr (kEntropy) {
       out.rollout_log = Simd::sum(rollout_log);
       out.train_log = Simd::sum(train_log);
@@ -484,11 +528,6 @@ class Chained {
  public:
   void join_near(const Sums<kExtra>& stretch) {
     recent_.join_near(stretch);
-    count();
-  }
-  void join_bent(const Sums<kExtra>& stretch) {
-    recent_.join_bent(stretch);
-    others_ = true;
     count();
   }
   void join(const Sums<kExtra>& stretch) {
@@ -517,7 +556,7 @@ class Chained {
 };
 
 // Which loop a run's next block belongs to.
-enum class Loop { kNear, kClose, kNearGapped, kCloseGapped, kAny };
+enum class Loop { kNear, kRollout, kTrain, kEither };
 
 // The run's inputs and constants.
 template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
@@ -533,19 +572,20 @@ struct Run {
   const Vector limit = Simd::constant(near_limit<float>());
   const Vector slack, train_slack;
   const Vector infinite = Simd::constant(kInf);
-  const Vector bound = Simd::constant(kClose), minus_bound = Simd::constant(-kClose);
-  const Vector farthest = Simd::constant(kFarthest), no_power = Simd::constant(kNoPower);
+  const Vector minus_bound = Simd::constant(-kClose);
+  const Vector nothing = Simd::constant(kNothing), farthest = Simd::constant(kFarthest);
+  const Vector least_near = Simd::constant(-0.35f);  // below -ln 2 / 2, not near for sure
   const Vector minus_log2e = Simd::constant(-1.44269504f);
   const Vector one = Simd::constant(1.0f);
   const Vector ln2 = Simd::constant(kLn2);
   const Vector to_integer = Simd::constant(0x1.8p23f);  // added and subtracted, it rounds
-  const Vector zero = Simd::constant(0.0f);
 
-  [[gnu::always_inline]] explicit Run(const RunArgs& args)
+  [[gnu::always_inline]] explicit Run(const RunArgs& args, float factor = 1.0f)
       : rollout(static_cast<const Rollout*>(args.rollout)),
         train(static_cast<const Train*>(args.train)),
         count(args.count),
         columns(args),
+        poly(factor),
         slack(Simd::constant(args.slack)),
         train_slack(Simd::constant(args.train_slack)) {}
 
@@ -555,7 +595,10 @@ struct Run {
     prefetch_block(rollout + column);
     prefetch_block(train + column);
   }
-  Pair pair(Vector x, Vector y) const { return columns.template pair<kResidue>(x, y); }
+  template <bool kGaps = true, bool kSwapped = false>
+  Pair pair(Vector x, Vector y) const {
+    return columns.template pair<kResidue, kGaps, kSwapped>(x, y);
+  }
 
   // On where the frame covers both.
   Mask covered(const Pair& a, const Pair& b) const {
@@ -579,250 +622,165 @@ struct Run {
     sums.add_near(a, b, weight, poly.psi_over_u(Two{a.u, b.u}));
   }
 
-  Mask are_near(Vector u) const { return Simd::less_equal(Simd::abs(u), limit); }
-  // On for log-ratios from -kClose to kFarthest.
-  Mask are_close(Vector u) const { return Simd::between(u, minus_bound, farthest); }
-  // On where the rollout has no column, or gives it no mass.
-  Mask are_gaps(Vector power) const { return Simd::less(power, no_power); }
-
   bool are_near(const Pair& a, const Pair& b) const {
-    return Simd::all(Simd::less_equal(Simd::larger_magnitude(a.u, b.u), limit));
-  }
-  bool are_near_or_gaps(const Pair& a, const Pair& b) const {
-    return Simd::all(Simd::both(Simd::either(are_near(a.u), are_gaps(a.power)),
-                                Simd::either(are_near(b.u), are_gaps(b.power))));
-  }
-  bool are_close(const Pair& a, const Pair& b) const {
-    return Simd::all(Simd::both_between(a.u, b.u, minus_bound, farthest));
-  }
-  bool are_close_or_gaps(const Pair& a, const Pair& b) const {
-    return Simd::all(Simd::both(Simd::either(are_close(a.u), are_gaps(a.power)),
-                                Simd::either(are_close(b.u), are_gaps(b.power))));
+    return Simd::all(
+        Simd::both(Simd::less_equal(Simd::larger_magnitude(a.u, b.u), limit), covered(a, b)));
   }
 
-  // With u = v - k ln 2 and |v| <= ln 2 / 2, exp(-u) = 2^k (1 - v + psi(v)). Where k = 0 psi(u) is
-  // psi(v); elsewhere it is no small part of exp(-u) - 1 + u.
-  [[gnu::always_inline]] void decays(const Two& u, Decay& a, Decay& b) const {
-    const Two k = {Simd::sub(Simd::fma(u.a, minus_log2e, to_integer), to_integer),
-                   Simd::sub(Simd::fma(u.b, minus_log2e, to_integer), to_integer)};
-    const Two v = fma(k, Two{ln2, ln2}, u);
-    const Two psi = mul(v, poly.psi_over_u(v));
-    const Two power = scale(Two{one, one}, k);
+  // With t = v - k ln 2 and |v| <= ln 2 / 2, exp(-t) = 2^k (1 - v + psi(v)): one exponential of the
+  // base, and this one, step by step beside it. Where k = 0 psi(t) is psi(v).
+  [[gnu::always_inline]] void decays(const Two& z, const Two& t, Decay& a, Decay& b) const {
+    const Two rounded = fma(t, Two{minus_log2e, minus_log2e}, to_integer);
+    const Two f = fraction(z);
+    const Two k = {Simd::sub(rounded.a, to_integer), Simd::sub(rounded.b, to_integer)};
+    Two series = fma(Two{poly.e5, poly.e5}, f, poly.e4);
+    const Two v = fma(k, Two{ln2, ln2}, t);
+    series = fma(series, f, poly.e3);
+    Two ratio = fma(Two{poly.r4, poly.r4}, v, poly.r3);
+    series = fma(series, f, poly.e2);
+    ratio = fma(ratio, v, poly.r2);
+    series = fma(series, f, poly.e1);
+    ratio = fma(ratio, v, poly.r1);
+    series = fma(series, f, poly.e0);
+    ratio = fma(ratio, v, poly.r0);
+    const Two weight = scale(series, z);
+    const Two psi = mul(v, mul(v, ratio));
     const Two step = {Simd::sub(psi.a, v.a), Simd::sub(psi.b, v.b)};
-    const Two value = fma(power, step, power);
-    a.near = Simd::equal(k.a, zero);
-    b.near = Simd::equal(k.b, zero);
-    a.value = value.a;
-    b.value = value.b;
-    a.excess = Simd::select(a.near, step.a, value.a);
-    b.excess = Simd::select(b.near, step.b, value.b);
-    a.psi = Simd::select(a.near, psi.a, Simd::add(value.a, Simd::sub(u.a, one)));
-    b.psi = Simd::select(b.near, psi.b, Simd::add(value.b, Simd::sub(u.b, one)));
+    a = {weight.a, Simd::scale_whole(Simd::add(one, step.a), k.a, rounded.a),
+         psi.a,    step.a,
+         t.a,      Simd::unequal(rounded.a, to_integer)};
+    b = {weight.b, Simd::scale_whole(Simd::add(one, step.b), k.b, rounded.b),
+         psi.b,    step.b,
+         t.b,      Simd::unequal(rounded.b, to_integer)};
   }
 
-  // Where every log-ratio is near.
-  [[gnu::always_inline]] void near_decays(const Two& u, Decay& a, Decay& b) const {
-    const Two psi = mul(u, poly.psi_over_u(u));
-    const Two step = {Simd::sub(psi.a, u.a), Simd::sub(psi.b, u.b)};
-    const Mask near = Simd::first(Simd::kLanes);
-    a = {psi.a, Simd::add(one, step.a), step.a, near};
-    b = {psi.b, Simd::add(one, step.b), step.b, near};
-  }
-
-  // Adds a block of log-ratios from -kClose to kFarthest, all near or not.
-  template <bool kNear, int kExtra>
-  [[gnu::always_inline]] void add_close(Sums<kExtra>& sums, const Pair& a, const Pair& b) const {
-    const Two weight = poly.exp2(Two{a.power, b.power});
-    Decay decay_a, decay_b;
-    if constexpr (kNear) {
-      near_decays(Two{a.u, b.u}, decay_a, decay_b);
-    } else {
-      decays(Two{a.u, b.u}, decay_a, decay_b);
-    }
-    sums.template add_decay<kNear, false>(a, Simd::none(), weight.a, decay_a);
-    sums.template add_decay<kNear, false>(b, Simd::none(), weight.b, decay_b);
-  }
-
-  // Adds a block where the rollout lacks columns, or gives them no mass, and the others are near
-  // (or have log-ratios from -kClose to kFarthest): one exponential a column does. False, and
-  // nothing added, for another, or where the frame does not cover.
-  template <bool kNear, int kExtra>
-  [[gnu::always_inline]] bool add_gapped(Sums<kExtra>& sums, const Pair& a, const Pair& b,
-                                         bool& gapless, bool& near) const {
-    const Two train_power = {columns.train_power(a), columns.train_power(b)};
-    const Mask here_a = kNear ? are_near(a.u) : are_close(a.u);
-    const Mask here_b = kNear ? are_near(b.u) : are_close(b.u);
-    const Mask gap_a = are_gaps(a.power), gap_b = are_gaps(b.power);
-    const Two power = {Simd::select(gap_a, train_power.a, a.power),
-                       Simd::select(gap_b, train_power.b, b.power)};
-    const Mask holds = Simd::both(
-        covered(a, b),
-        Simd::both(Simd::less_equal(power.a, train_slack), Simd::less_equal(power.b, train_slack)));
-    const Bits known = (Simd::bits(here_a) | Simd::bits(gap_a)) &
-                       (Simd::bits(here_b) | Simd::bits(gap_b)) & Simd::bits(holds);
-    if (known != Simd::kEvery) return false;
-    gapless &= (Simd::bits(here_a) & Simd::bits(here_b)) == Simd::kEvery;
-    const Two weight = poly.exp2(power);
-    sums.add_train_only(a, gap_a, train_power.a, weight.a);
-    sums.add_train_only(b, gap_b, train_power.b, weight.b);
-    if ((Simd::bits(gap_a) & Simd::bits(gap_b)) == Simd::kEvery) return true;
-    Pair in_a = a, in_b = b;
-    in_a.u = Simd::zero_unless(here_a, a.u);
-    in_b.u = Simd::zero_unless(here_b, b.u);
-    Decay decay_a, decay_b;
-    if constexpr (kNear) {
-      near_decays(Two{in_a.u, in_b.u}, decay_a, decay_b);
-    } else {
-      decays(Two{in_a.u, in_b.u}, decay_a, decay_b);
-    }
-    sums.template add_decay<kNear, true>(in_a, here_a, weight.a, decay_a);
-    sums.template add_decay<kNear, true>(in_b, here_b, weight.b, decay_b);
-    near &= (Simd::bits(decay_a.near) & Simd::bits(decay_b.near)) == Simd::kEvery;
-    return true;
-  }
-
-  // Adds any block; false, and nothing added, where the frame does not cover or there is a NaN or
-  // +inf. Up to |u| = kClose the train side's mass is w exp(-u): B and G subtract it from w, and
-  // two rounded exponentials would differ by more than they are worth.
+  // Whether what the second word of the train side's origin adds to all exponents is in the
+  // polynomial instead.
   template <int kExtra>
-  [[gnu::always_inline]] bool add_any(Sums<kExtra>& sums, const Pair& a, const Pair& b) const {
-    const Two train_power = {columns.train_power(a), columns.train_power(b)};
-    const Mask holds =
-        Simd::both(Simd::both(Simd::less_equal(a.power, slack), Simd::less_equal(b.power, slack)),
-                   Simd::both(Simd::less_equal(train_power.a, train_slack),
-                              Simd::less_equal(train_power.b, train_slack)));
-    if (!Simd::all(holds)) return false;
-    const Mask near_a = are_near(a.u), near_b = are_near(b.u);
-    const Mask close_a = Simd::less_equal(Simd::abs(a.u), bound);
-    const Mask close_b = Simd::less_equal(Simd::abs(b.u), bound);
-    const Two weight = poly.exp2(Two{a.power, b.power});
-    const Two power = {Simd::mul_where(close_a, a.u, minus_log2e, train_power.a),
-                       Simd::mul_where(close_b, b.u, minus_log2e, train_power.b)};
-    const Two unit = {Simd::select(close_a, weight.a, one), Simd::select(close_b, weight.b, one)};
-    const Two mass = mul(poly.exp2(power), unit);
-    const Two ratio = poly.psi_over_u(Two{a.u, b.u});
-    sums.add_any(a, near_a, weight.a, ratio.a, train_power.a, mass.a);
-    sums.add_any(b, near_b, weight.b, ratio.b, train_power.b, mass.b);
-    return true;
+  static constexpr bool kRough = kScale != RunScale::kMixed && !(kExtra & kRunEntropy);
+
+  // A block as columns of one base.
+  struct Based {
+    Mask train_a, train_b;  // which lanes' base is the train side, where that varies
+    Two z, t;               // the base's power of 2, and log-ratios to the other
+  };
+  template <Base kBase, bool kRoughly = false>
+  [[gnu::always_inline]] Based based(const Pair& a, const Pair& b) const {
+    Based out = {Simd::none(), Simd::none(), {a.power, b.power}, {a.u, b.u}};
+    if constexpr (kBase == Base::kTrain) {
+      out.z = {columns.template train_power<kRoughly>(a),
+               columns.template train_power<kRoughly>(b)};
+    } else if constexpr (kBase == Base::kEither) {
+      out.train_a = Simd::less(a.u, least_near);
+      out.train_b = Simd::less(b.u, least_near);
+      out.z = {columns.power_where(out.train_a, a), columns.power_where(out.train_b, b)};
+      out.t = {Simd::negate_where(out.train_a, a.u), Simd::negate_where(out.train_b, b.u)};
+    }
+    const Vector most = kBase == Base::kEither ? nothing : farthest;
+    out.t = {Simd::min(out.t.a, most), Simd::min(out.t.b, most)};  // of NaN, the bound
+    return out;
+  }
+  // Whether it may have this base. Not where the frame does not cover, nor with +inf or a NaN (but
+  // one on the base's side may pass, and makes sums NaN).
+  template <Base kBase>
+  [[gnu::always_inline]] bool may_have(const Pair& a, const Pair& b, const Based& block) const {
+    constexpr bool kTrain = kBase == Base::kTrain;
+    Mask holds =
+        Simd::both(Simd::less_equal(Simd::larger_above_zero(block.z.a, block.z.b),
+                                    kBase == Base::kRollout ? slack : train_slack),
+                   Simd::are_numbers(kTrain ? a.rollout : a.train, kTrain ? b.rollout : b.train));
+    if constexpr (kBase != Base::kEither) {
+      holds = Simd::both(holds, Simd::less_equal(minus_bound, Simd::min(block.t.a, block.t.b)));
+    }
+    return Simd::all(holds);
+  }
+
+  // Adds such a block. `near`: stays true if every column is.
+  template <Base kBase, int kExtra>
+  [[gnu::always_inline]] void add_based(Sums<kExtra>& sums, const Pair& a, const Pair& b,
+                                        const Based& block, bool& near) const {
+    Decay decay_a, decay_b;
+    decays(block.z, block.t, decay_a, decay_b);
+    near &= (Simd::bits(decay_a.far) | Simd::bits(decay_b.far)) == 0;
+    sums.template add_decay<kBase>(a, block.train_a, block.z.a, decay_a);
+    sums.template add_decay<kBase>(b, block.train_b, block.z.b, decay_b);
+  }
+
+  // What a block needs before its exponentials.
+  struct Head {
+    Pair a, b;
+    Based block;
+    bool may;
+  };
+  template <Base kBase, int kExtra>
+  [[gnu::always_inline]] Head head(const Two& x, const Two& y) const {
+    constexpr bool kSwapped = kBase == Base::kTrain;
+    Head out;
+    out.a = pair<true, kSwapped>(x.a, y.a);
+    out.b = pair<true, kSwapped>(x.b, y.b);
+    out.block = based<kBase, kRough<kExtra>>(out.a, out.b);
+    out.may = may_have<kBase>(out.a, out.b, out.block);
+    return out;
   }
 };
 
 // The loop for the block at a column, which another could not take; out of line, so that the loops
 // need none of it.
 template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
-[[gnu::noinline]] Loop loop_at(const RunArgs& args, int64_t column, Loop from) {
+[[gnu::noinline]] Loop loop_at(const RunArgs& args, int64_t column) {
   const Run<Rollout, Train, kScale, kResidue> run(args);
   const Two x = run.rollout_block(column), y = run.train_block(column);
   const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-  Loop found = Loop::kAny;
-  if (!Simd::all(run.covered(a, b))) return found;
-  if (run.are_near(a, b)) {
-    found = Loop::kNear;
-  } else if (run.are_close(a, b)) {
-    found = Loop::kClose;
-  } else if (run.are_near_or_gaps(a, b)) {
-    found = Loop::kNearGapped;
-  } else if (run.are_close_or_gaps(a, b)) {
-    found = Loop::kCloseGapped;
-  }
-  return found == from ? Loop::kAny : found;  // the train side leaves the frame
+  if (run.are_near(a, b)) return Loop::kNear;
+  if (run.template head<Base::kRollout, kRunEntropy>(x, y).may) return Loop::kRollout;
+  if (run.template head<Base::kTrain, kRunEntropy>(x, y).may) return Loop::kTrain;
+  return Loop::kEither;
 }
 
-// Blocks of log-ratios from -kClose to kFarthest; ends at another, or after a group of near columns
-// alone. The first column not consumed.
-template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
-[[gnu::noinline]] int64_t close_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
-                                    Loop& next) {
+// Blocks that may have this base; ends at another, or after a group of near columns alone. The
+// first column not consumed. The next block's head comes before a block's exponentials, so that
+// they overlap.
+template <Base kBase, int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
+[[gnu::noinline]] int64_t based_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
+                                    Loop& next, bool& covered) {
   constexpr int64_t kBlock = 2 * Simd::kLanes;
-  constexpr int64_t kGroup = kChain / 4 * kBlock;
-  const Run<Rollout, Train, kScale, kResidue> run(args);
+  constexpr int64_t kGroup = kChain / 2 * kBlock;
+  using ThisRun = Run<Rollout, Train, kScale, kResidue>;
+  constexpr bool kFactor = kBase == Base::kTrain && ThisRun::template kRough<kExtra>;
+  const ThisRun run(args, kFactor ? args.frame.train_factor : 1.0f);
   const int64_t whole = run.count / kBlock * kBlock;
-  next = Loop::kClose;
-  while (next == Loop::kClose && column < whole) {
+  const Loop from = next;
+  while (next == from && covered && column < whole) {
     bool near = true;
     Sums<kExtra> here;
-    for (const int64_t end = std::min(column + kGroup, whole); column < end; column += kBlock) {
-      run.prefetch(column);
-      const Two x = run.rollout_block(column), y = run.train_block(column);
-      const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-      const Mask covered = run.covered(a, b);
-      if (Simd::all(
-              Simd::both(Simd::less_equal(Simd::larger_magnitude(a.u, b.u), run.limit), covered))) {
-        run.template add_close<true>(here, a, b);
-        continue;
-      }
-      if (!Simd::all(
-              Simd::both(Simd::both_between(a.u, b.u, run.minus_bound, run.farthest), covered))) {
-        next = loop_at<Rollout, Train, kScale, kResidue>(args, column, Loop::kClose);
-        break;
-      }
+    const int64_t begin = column;
+    const int64_t end = std::min(column + kGroup, whole);
+    const auto head_at = [&](int64_t at) {
+      run.prefetch(at);
+      return run.template head<kBase, kExtra>(run.rollout_block(at), run.train_block(at));
+    };
+    auto now = head_at(column);
+    while (now.may) {
+      const bool more = column + kBlock < end;
+      const auto following = head_at(more ? column + kBlock : column);
+      run.template add_based<kBase>(here, now.a, now.b, now.block, near);
+      column += kBlock;
+      if (!more) break;
+      now = following;
+    }
+    if (column < end) {
       near = false;
-      run.template add_close<false>(here, a, b);
-    }
-    sums.join_bent(here);
-    if (next == Loop::kClose && near) next = Loop::kNear;
-  }
-  return column;
-}
-
-// Blocks for add_gapped(); ends at another, or after a group without gaps or whose other columns
-// are near. The first column not consumed.
-template <bool kNear, int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
-[[gnu::noinline]] int64_t gapped_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
-                                     Loop& next) {
-  constexpr int64_t kBlock = 2 * Simd::kLanes;
-  constexpr int64_t kGroup = kChain / 4 * kBlock;
-  constexpr Loop kThis = kNear ? Loop::kNearGapped : Loop::kCloseGapped;
-  const Run<Rollout, Train, kScale, kResidue> run(args);
-  const int64_t whole = run.count / kBlock * kBlock;
-  next = kThis;
-  while (next == kThis && column < whole) {
-    bool gapless = true, near = true;
-    Sums<kExtra> here;
-    for (const int64_t end = std::min(column + kGroup, whole); column < end; column += kBlock) {
-      run.prefetch(column);
-      const Two x = run.rollout_block(column), y = run.train_block(column);
-      const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-      if (!run.template add_gapped<kNear>(here, a, b, gapless, near)) {
-        gapless = near = false;
-        next = loop_at<Rollout, Train, kScale, kResidue>(args, column, kThis);
-        break;
+      if constexpr (kBase == Base::kEither) {
+        covered = false;
+      } else {
+        next = loop_at<Rollout, Train, kScale, kResidue>(args, column);
+        if (next == from) next = Loop::kEither;  // by a rounding
       }
     }
-    sums.join(here);
-    if (gapless) {
-      next = kNear ? Loop::kNear : Loop::kClose;
-    } else if (!kNear && near) {
-      next = Loop::kNearGapped;
-    }
-  }
-  return column;
-}
-
-// Any blocks; ends at one that the frame does not cover or that is not all numbers (`covered` is
-// false then), or after a group of near columns alone. The first column not consumed.
-template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
-[[gnu::noinline]] int64_t any_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
-                                  Loop& next, bool& covered) {
-  constexpr int64_t kBlock = 2 * Simd::kLanes;
-  constexpr int64_t kGroup = kChain / 4 * kBlock;
-  const Run<Rollout, Train, kScale, kResidue> run(args);
-  const int64_t whole = run.count / kBlock * kBlock;
-  next = Loop::kAny;
-  while (next == Loop::kAny && covered && column < whole) {
-    bool near = true;
-    Sums<kExtra> here;
-    for (const int64_t end = std::min(column + kGroup, whole); column < end; column += kBlock) {
-      run.prefetch(column);
-      const Two x = run.rollout_block(column), y = run.train_block(column);
-      const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-      if (run.are_near(a, b) && Simd::all(run.covered(a, b))) {
-        run.add_near(here, a, b);
-        continue;
-      }
-      near = false;
-      covered = run.add_any(here, a, b);
-      if (!covered) break;
+    if (kBase != Base::kEither && here.template has_remote<kBase>()) {
+      column = begin;
+      next = Loop::kEither;
+      break;
     }
     sums.join(here);
     if (near) next = Loop::kNear;
@@ -830,7 +788,7 @@ template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kR
   return column;
 }
 
-// Five loops, each with the registers for its own work; the rarer four out of line.
+// Four loops, each with the registers for its own work; the rarer three out of line.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 int64_t sum_run(const RunArgs& args, RunSums& out) {
   constexpr int64_t kBlock = 2 * Simd::kLanes;
@@ -846,28 +804,26 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
       for (const int64_t end = std::min(column + kStretch, whole); column < end; column += kBlock) {
         run.prefetch(column);
         const Two x = run.rollout_block(column), y = run.train_block(column);
-        const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
-        const Mask near = Simd::less_equal(Simd::larger_magnitude(a.u, b.u), run.limit);
-        if (!Simd::all(Simd::both(near, run.covered(a, b)))) {
-          loop = loop_at<Rollout, Train, kScale, kResidue>(args, column, Loop::kNear);
+        const Pair a = run.template pair<false>(x.a, y.a), b = run.template pair<false>(x.b, y.b);
+        if (!run.are_near(a, b)) {
+          loop = loop_at<Rollout, Train, kScale, kResidue>(args, column);
           break;
         }
         run.add_near(here, a, b);
       }
       sums.join_near(here);
     }
-    if (loop == Loop::kClose) {
-      column = close_run<kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop);
+    if (loop == Loop::kRollout) {
+      column = based_run<Base::kRollout, kExtra, Rollout, Train, kScale, kResidue>(
+          args, column, sums, loop, covered);
     }
-    if (loop == Loop::kNearGapped) {
-      column = gapped_run<true, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop);
+    if (loop == Loop::kTrain) {
+      column = based_run<Base::kTrain, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums,
+                                                                                 loop, covered);
     }
-    if (loop == Loop::kCloseGapped) {
-      column =
-          gapped_run<false, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop);
-    }
-    if (loop == Loop::kAny) {
-      column = any_run<kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop, covered);
+    if (loop == Loop::kEither) {
+      column = based_run<Base::kEither, kExtra, Rollout, Train, kScale, kResidue>(
+          args, column, sums, loop, covered);
     }
   }
   if (covered && column < args.count) {
@@ -876,12 +832,16 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
     const Two x = load_block<run.kSplit>(last_rollout.columns);
     const Two y = load_block<run.kSplit>(last_train.columns);
     Sums<kExtra> here;
-    covered = run.add_any(here, run.pair(x.a, y.a), run.pair(x.b, y.b));
+    bool near = true;
+    const auto last = run.template head<Base::kEither, kExtra>(x, y);
+    covered = last.may;
+    if (covered) run.template add_based<Base::kEither>(here, last.a, last.b, last.block, near);
     sums.join(here);
     if (covered) column = args.count;
   }
   sums.total().write(sums.has_others(), out);
-  out.non_finite = !covered && !run.are_numbers(column);
+  out.non_finite = std::isnan(out.near_mass + out.far_mass + out.far_train) ||
+                   (!covered && !run.are_numbers(column));
   return column;
 }
 
@@ -931,6 +891,7 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
   const Train* const train = static_cast<const Train*>(args.run.train);
   const Columns<kScale> columns(args.run);
   const Polynomials poly;
+  const Polynomials squares(args.square_factor);
   const Vector residual = Simd::broadcast(args.residual);
   const Vector inverse_mass = Simd::broadcast(args.inverse_mass);
   const Vector train_mass = Simd::broadcast(args.inverse_train_mass);
@@ -942,8 +903,8 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
   Vector largest = Simd::broadcast(-kInf);
   for (int64_t column = 0; column < args.run.count; column += Simd::kLanes) {
     const int64_t left = args.run.count - column;
-    const Pair pair = columns.template pair<true>(load_vector(rollout + column, left),
-                                                  load_vector(train + column, left));
+    const Pair pair = columns.template pair<true, false>(load_vector(rollout + column, left),
+                                                         load_vector(train + column, left));
     const Vector t = Simd::sub(pair.u, residual);
     const Standing at(pair, t);
     const Vector p =
@@ -969,7 +930,7 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
         Simd::add(Simd::sub(Simd::add(train_power, train_power), power), log2_square_scale);
     const Mask overflows = Simd::both(far, Simd::less(Simd::broadcast(127.0f), log_square));
     const Vector square = Simd::select(overflows, Simd::broadcast(kInf),
-                                       poly.exp2(Simd::zero_unless(far, log_square)));
+                                       squares.exp2(Simd::zero_unless(far, log_square)));
     const Vector excess = Simd::add(Simd::sub(square, Simd::add(q, q)), p);
     // sqrt(p q) in log space
     const Vector log_root = Simd::mul(half, Simd::add(train_power, power));
@@ -1019,7 +980,7 @@ struct Gradient {
 
   void at(Vector x, Vector y, Vector& grad_rollout, Vector& grad_train) const {
     const Vector zero = Simd::broadcast(0.0f);
-    const Pair pair = columns.template pair<true>(x, y);
+    const Pair pair = columns.template pair<true, false>(x, y);
     Vector t = Simd::sub(pair.u, residual);
     const Vector p = Simd::mul(poly.exp2(pair.power), inverse_mass);
     // expm1(-t) = psi(t) - t

@@ -67,6 +67,8 @@ struct Simd {
   static Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
   static Vector fms(Vector a, Vector b, Vector c) { return _mm256_fmsub_ps(a, b, c); }
+  // c - a b
+  static Vector fnma(Vector a, Vector b, Vector c) { return _mm256_fnmadd_ps(a, b, c); }
   // a b + c in one rounding, everywhere
   static Vector fused(Vector a, Vector b, Vector c) { return fma(a, b, c); }
   // a b - product, exactly where product = fl(a b)
@@ -74,13 +76,14 @@ struct Simd {
   static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
   static Vector abs(Vector a) { return _mm256_andnot_ps(broadcast(-0.0f), a); }
+  static Vector negate(Vector a) { return _mm256_xor_ps(a, broadcast(-0.0f)); }
+  static Vector negate_where(Mask mask, Vector a) {
+    return _mm256_xor_ps(a, _mm256_and_ps(mask, broadcast(-0.0f)));
+  }
   static Vector select(Mask mask, Vector yes, Vector no) { return _mm256_blendv_ps(no, yes, mask); }
   static Vector zero_unless(Mask mask, Vector value) { return _mm256_and_ps(mask, value); }
   static Vector add_where(Mask mask, Vector sum, Vector value) {
     return _mm256_add_ps(sum, _mm256_and_ps(mask, value));
-  }
-  static Vector mul_where(Mask mask, Vector a, Vector b, Vector otherwise) {
-    return select(mask, mul(a, b), otherwise);
   }
   static Vector fma_where(Mask mask, Vector a, Vector b, Vector sum) {
     return _mm256_add_ps(sum, _mm256_and_ps(mask, _mm256_mul_ps(a, b)));
@@ -97,14 +100,9 @@ struct Simd {
   }
 
   static Mask less_equal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
-  static Mask equal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
-  // On from low to low + high; off for NaN.
-  static Mask between(Vector a, Vector low, Vector high) {
-    return both(less_equal(low, a), less_equal(sub(a, low), high));
-  }
-  static Mask both_between(Vector a, Vector b, Vector low, Vector high) {
-    return both(between(a, low, high), between(b, low, high));
-  }
+  static Mask unequal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_NEQ_UQ); }
+  // On where neither is NaN.
+  static Mask are_numbers(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_ORD_Q); }
   static Mask less(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
   static Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
   static Mask either(Mask a, Mask b) { return _mm256_or_ps(a, b); }
@@ -124,6 +122,13 @@ struct Simd {
     const Mask alive = _mm256_cmp_ps(z, broadcast(-126.0f), _CMP_GE_OQ);
     const Vector n = _mm256_floor_ps(_mm256_max_ps(z, broadcast(-126.0f)));
     const __m256i power = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(a), power);
+    return _mm256_and_ps(alive, _mm256_castsi256_ps(scaled));
+  }
+  // a 2^k for 1/2 <= a <= 2; k a whole number, and rounded = k + 1.5 2^23. 0 where k < -126.
+  static Vector scale_whole(Vector a, Vector k, Vector rounded) {
+    const Mask alive = _mm256_cmp_ps(k, broadcast(-126.0f), _CMP_GE_OQ);
+    const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(rounded), 23);
     const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(a), power);
     return _mm256_and_ps(alive, _mm256_castsi256_ps(scaled));
   }

@@ -72,6 +72,8 @@ struct Simd {
   static Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
   static Vector fms(Vector a, Vector b, Vector c) { return _mm512_fmsub_ps(a, b, c); }
+  // c - a b
+  static Vector fnma(Vector a, Vector b, Vector c) { return _mm512_fnmadd_ps(a, b, c); }
   // a b + c in one rounding, everywhere
   static Vector fused(Vector a, Vector b, Vector c) { return fma(a, b, c); }
   // a b - product, exactly where product = fl(a b)
@@ -79,6 +81,10 @@ struct Simd {
   static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
   static Vector abs(Vector a) { return _mm512_abs_ps(a); }
+  static Vector negate(Vector a) { return _mm512_xor_ps(a, broadcast(-0.0f)); }
+  static Vector negate_where(Mask mask, Vector a) {
+    return _mm512_mask_xor_ps(a, mask, a, broadcast(-0.0f));
+  }
   static Vector select(Mask mask, Vector yes, Vector no) {
     return _mm512_mask_blend_ps(mask, no, yes);
   }
@@ -86,9 +92,6 @@ struct Simd {
   // sum where the mask is off, sum + value (sum + a b) where it is on
   static Vector add_where(Mask mask, Vector sum, Vector value) {
     return _mm512_mask_add_ps(sum, mask, sum, value);
-  }
-  static Vector mul_where(Mask mask, Vector a, Vector b, Vector otherwise) {
-    return _mm512_mask_mul_ps(otherwise, mask, a, b);
   }
   static Vector fma_where(Mask mask, Vector a, Vector b, Vector sum) {
     return _mm512_mask3_fmadd_ps(a, b, sum, mask);
@@ -105,16 +108,9 @@ struct Simd {
   }
 
   static Mask less_equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
-  static Mask equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
-  // On from low to low + high; off for NaN. What is below low has a sign, and is large without it.
-  static Mask between(Vector a, Vector low, Vector high) {
-    return _mm512_cmple_epu32_mask(_mm512_castps_si512(sub(a, low)), _mm512_castps_si512(high));
-  }
-  static Mask both_between(Vector a, Vector b, Vector low, Vector high) {
-    const __m512i most =
-        _mm512_max_epu32(_mm512_castps_si512(sub(a, low)), _mm512_castps_si512(sub(b, low)));
-    return _mm512_cmple_epu32_mask(most, _mm512_castps_si512(high));
-  }
+  static Mask unequal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
+  // On where neither is NaN.
+  static Mask are_numbers(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_ORD_Q); }
   static Mask less(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
   static Mask opposite(Mask a) { return Mask(~a); }
   static Mask both(Mask a, Mask b) { return a & b; }
@@ -133,6 +129,9 @@ struct Simd {
   static Vector fraction(Vector z) { return _mm512_reduce_ps(z, 0x01 | _MM_FROUND_NO_EXC); }
   // a 2^floor(z), 0 at z = -inf
   static Vector scale(Vector a, Vector z) { return _mm512_scalef_ps(a, z); }
+
+  // a 2^k; k a whole number, and rounded = k + 1.5 2^23. 0 where k < -149.
+  static Vector scale_whole(Vector a, Vector k, Vector) { return _mm512_scalef_ps(a, k); }
 
   static double sum(Vector value) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(value));

@@ -58,6 +58,8 @@ struct Simd {
   static Vector mul(Vector a, Vector b) { return a * b; }
   static Vector fma(Vector a, Vector b, Vector c) { return a * b + c; }
   static Vector fms(Vector a, Vector b, Vector c) { return a * b - c; }
+  // c - a b
+  static Vector fnma(Vector a, Vector b, Vector c) { return c - a * b; }
   // a b + c in one rounding, everywhere (but for a double's)
   static Vector fused(Vector a, Vector b, Vector c) {
     const Wide product = __builtin_convertvector(a, Wide) * __builtin_convertvector(b, Wide);
@@ -71,13 +73,12 @@ struct Simd {
   static Vector max(Vector a, Vector b) { return a > b ? a : b; }
   static Vector min(Vector a, Vector b) { return a < b ? a : b; }
   static Vector abs(Vector a) { return Vector(Mask(a) & 0x7fffffff); }
+  static Vector negate(Vector a) { return -a; }
+  static Vector negate_where(Mask mask, Vector a) { return mask ? -a : a; }
   static Vector select(Mask mask, Vector yes, Vector no) { return mask ? yes : no; }
   static Vector zero_unless(Mask mask, Vector value) { return Vector(mask & Mask(value)); }
   static Vector add_where(Mask mask, Vector sum, Vector value) {
     return sum + zero_unless(mask, value);
-  }
-  static Vector mul_where(Mask mask, Vector a, Vector b, Vector otherwise) {
-    return select(mask, mul(a, b), otherwise);
   }
   static Vector fma_where(Mask mask, Vector a, Vector b, Vector sum) {
     return sum + zero_unless(mask, a * b);
@@ -94,14 +95,9 @@ struct Simd {
   }
 
   static Mask less_equal(Vector a, Vector b) { return a <= b; }
-  static Mask equal(Vector a, Vector b) { return a == b; }
-  // On from low to low + high; off for NaN.
-  static Mask between(Vector a, Vector low, Vector high) {
-    return both(less_equal(low, a), less_equal(sub(a, low), high));
-  }
-  static Mask both_between(Vector a, Vector b, Vector low, Vector high) {
-    return both(between(a, low, high), between(b, low, high));
-  }
+  static Mask unequal(Vector a, Vector b) { return a != b; }
+  // On where neither is NaN.
+  static Mask are_numbers(Vector a, Vector b) { return (a == a) & (b == b); }
   static Mask less(Vector a, Vector b) { return a < b; }
   static Mask both(Mask a, Mask b) { return a & b; }
   static Mask either(Mask a, Mask b) { return a | b; }
@@ -130,6 +126,11 @@ struct Simd {
     const Mask alive = z >= broadcast(-126.0f);
     const Mask power = __builtin_convertvector(floor(clamped(z)), Mask) << 23;
     return Vector(alive & (Mask(a) + power));
+  }
+  // a 2^k for 1/2 <= a <= 2; k a whole number, and rounded = k + 1.5 2^23. 0 where k < -126.
+  static Vector scale_whole(Vector a, Vector k, Vector rounded) {
+    const Mask alive = k >= broadcast(-126.0f);
+    return Vector(alive & (Mask(a) + (Mask(rounded) << 23)));
   }
 
   static double sum(Vector value) {
