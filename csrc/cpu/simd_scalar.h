@@ -14,6 +14,7 @@ struct Simd {
   static constexpr Bits kEvery = (1 << kLanes) - 1;
   typedef float Vector __attribute__((vector_size(32)));
   typedef int32_t Mask __attribute__((vector_size(32)));
+  typedef uint32_t Words __attribute__((vector_size(32)));
   typedef double Wide __attribute__((vector_size(64)));
 
   static Mask first(int64_t count) {
@@ -130,7 +131,7 @@ struct Simd {
   // a 2^k for 1/2 <= a <= 2; k a whole number, and rounded = k + 1.5 2^23. 0 where k < -126.
   static Vector scale_whole(Vector a, Vector k, Vector rounded) {
     const Mask alive = k >= broadcast(-126.0f);
-    return Vector(alive & (Mask(a) + (Mask(rounded) << 23)));
+    return Vector(alive & Mask(Words(a) + (Words(rounded) << 23)));  // modulo 2^32
   }
 
   static double sum(Vector value) {

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,8 @@ def compile_unit(source, target, *flags):
 def test_grid_under_address_and_undefined_behaviour_sanitizers(tmp_path):
     x86 = platform.machine() == "x86_64"
     common = ["-DTRM_HAS_X86_RUNS"] if x86 else []
-    objects = [
-        compile_unit(ROOT / f"csrc/cpu/rows_{name}.cpp", tmp_path / f"rows_{name}.o", *flags)
+    units = [
+        (ROOT / f"csrc/cpu/rows_{name}.cpp", flags)
         for name, flags in SETS.items()
         if x86 or name == "scalar"
     ]
@@ -46,7 +47,11 @@ def test_grid_under_address_and_undefined_behaviour_sanitizers(tmp_path):
           ("capability", "double_row", "float_row", "token_divergence")),
         ROOT / "tests/csrc/cpu_kernels_grid.cpp",
     ]  # fmt: skip
-    objects += [compile_unit(s, tmp_path / f"{s.stem}.o", *common) for s in sources]
+    units += [(source, common) for source in sources]
+    with ThreadPoolExecutor(2) as pool:  # the three sets take minutes each
+        objects = list(
+            pool.map(lambda u: compile_unit(u[0], tmp_path / f"{u[0].stem}.o", *u[1]), units)
+        )
     program = tmp_path / "grid"
     subprocess.run(
         [os.environ.get("CXX", "c++"), *SANITIZE, *objects, "-o", str(program)], check=True
