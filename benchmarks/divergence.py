@@ -36,8 +36,20 @@ PREFETCHES = ((0, 1), (8, 1), (16, 1), (32, 1), (64, 1), (32, 2), (40, 2), (48, 
 # takes back the memory of the last gradient, and every provider's next one waits for it.
 EAGER = ("eager", "lse form")
 COMPILED = ("torch.compile", "torch.compile lse")
-KINDS = ("near", "far1", "far20", "far50", "remote1", "remote20", "top-p", "half", "gaps", "masked")
-MIXES = ("top-p far20", "half far20", "half remote20", "gaps far20", "lacks", "lacks far20")
+KINDS = (
+    "near",
+    "far1",
+    "far20",
+    "far50",
+    "remote1",
+    "remote20",
+    "top-p",
+    "half",
+    "gaps",
+    "masked",
+    "lacks",
+)
+MIXES = ("top-p far20", "half far20", "half remote20", "gaps far20", "lacks far20")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,14 +114,12 @@ def rows(kind: str, count: int, vocab: int, dtype: str) -> tuple[Tensor, Tensor]
     shares |= {"top-p": 0.9, "half": 0.5, "gaps": 0.1, "masked": 0.5, "lacks": 0.1}
     chosen = torch.rand(count, vocab, generator=generator) < shares.get(kind, 0.0)
     y = x + 0.05 * noise
+    steps = {"far": -noise.sign() * (0.5 + noise.abs()), "remote": 9 + noise.abs()}
     if mixed:
         apart = torch.rand(count, vocab, generator=generator) < 0.2
-        steps = noise.sign() * (0.5 + noise.abs()) if mixed == ["far20"] else 9 + noise.abs()
-        y = torch.where(apart, x - steps, y)
-    if kind.startswith("far"):
-        y = torch.where(chosen, x + noise.sign() * (0.5 + noise.abs()), y)
-    elif kind.startswith("remote"):
-        y = torch.where(chosen, x - 9 - noise.abs(), y)
+        y = torch.where(apart, x - steps[mixed[0].rstrip("0123456789")], y)
+    if (step := steps.get(kind.rstrip("0123456789"))) is not None:
+        y = torch.where(chosen, x - step, y)
     elif kind == "masked":
         x = x.masked_fill(chosen, -1e4)
     elif kind not in ("near", "lacks"):

@@ -301,7 +301,7 @@ struct ShiftEffect {
       const double from_shift_train =
           pade ? mass * (0.5 * b * b / (1.0 + b / 3.0)) : train_mass(state) * gain - mass * b;
       kl_train = state.train_gap - from_shift_train;
-      excess_train = std::fabs(b) > kShiftKept ? from_shift_train : 0.0;
+      excess_train = matters ? from_shift_train : 0.0;
     }
     blurs = matters && mass > 0.9 && mass < 1.2 && std::fabs(b) * mass > 4.0 * kl;
   }
@@ -448,11 +448,9 @@ class Slice {
   bool outweighs_the_maxima() const {
     if (!total_.has_both()) return false;
     const Frame<double> at = columns_.state_frame(columns_.frame(maxima_));
-    const double mass = rollout_mass(total_);
     const double unit = total_.max_rollout - at.max_rollout;
-    const double rollout = mass * std::exp(unit);
-    const double train =
-        mass * (1.0 + relative_excess(total_)) * std::exp(unit - (total_.shift - at.shift));
+    const double rollout = rollout_mass(total_) * std::exp(unit);
+    const double train = train_mass(total_) * std::exp(unit - (total_.shift - at.shift));
     return rollout > 1.0 && train > 1.0;
   }
 

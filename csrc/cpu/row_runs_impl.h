@@ -28,7 +28,7 @@ constexpr float kClose = 16.0f;
 // A log-ratio above stands for itself only where each has its own bound (Base::kEither).
 constexpr float kFarthest = 1 << 20;
 constexpr float kNothing = 150.0f;  // exp(-t) is 0 above
-constexpr float kMost = 1e30f;      // stands for an infinite log-ratio, where its mass is 0
+constexpr float kMost = 1e30f;      // bounds what may be infinite and meets a mass that is 0
 // Equal columns round alike, so a chain of n float additions may be off by n 2^-25 of its sum: sums
 // of so many additions each are added up, and those likewise (Chained).
 constexpr int64_t kChain = 32;
@@ -117,7 +117,7 @@ inline Vector difference_error(Vector a, Vector b, Vector difference) {
 
 // A power of 2 as one of e; bounded, so that its product with an exponential that is 0 is 0.
 inline Vector natural(Vector power) {
-  return Simd::max(Simd::mul(power, Simd::broadcast(kLn2)), Simd::broadcast(-1e30f));
+  return Simd::max(Simd::mul(power, Simd::broadcast(kLn2)), Simd::broadcast(-kMost));
 }
 
 // What a pair of columns is in the frame, before any exponential.
@@ -391,6 +391,7 @@ struct Sums {
     const Vector one = Simd::broadcast(1.0f);
     const Vector weight = decay.weight, value = decay.value;
     const Vector expm1 = Simd::sub(value, one);
+    const Vector gain = Simd::select(decay.far, value, decay.step);
     // kEither: what is multiplied by a mass may be larger by far.
     Vector t = decay.t;
     if constexpr (kBase == Base::kEither) {
@@ -401,23 +402,25 @@ struct Sums {
                               : Simd::but_not(has_mass, train_based);
       remote = Simd::larger_above_zero(Simd::zero_unless(counts, log_ratio), remote);
       t = Simd::min(log_ratio, Simd::broadcast(kMost));
+      largest = Simd::larger_above_zero(pair.u, largest);
+      largest_train =
+          Simd::larger_above_zero(Simd::zero_unless(train_based, log_ratio), largest_train);
     }
     // e + t, and -(e + t exp(-t)), to their own precision where they are small
     const auto psi = [&] { return Simd::select(decay.far, Simd::add(expm1, t), decay.psi); };
     const auto minus_chi = [&] {
-      return Simd::fma(decay.t, Simd::select(decay.far, value, decay.step),
-                       Simd::select(decay.far, expm1, decay.psi));
+      return Simd::fma(decay.t, gain, Simd::select(decay.far, expm1, decay.psi));
     };
     const Mask near = Simd::opposite(decay.far);
     near_mass = Simd::add_where(near, near_mass, weight);
     if constexpr (kBase == Base::kRollout) {
-      train_gain = Simd::fma(weight, Simd::select(decay.far, value, decay.step), train_gain);
+      train_gain = Simd::fma(weight, gain, train_gain);
       rollout_alone = Simd::add_where(decay.far, rollout_alone, weight);
       bent_gap = Simd::fma(weight, psi(), bent_gap);
       if constexpr (kTrainGap) train_gap = Simd::fnma(weight, minus_chi(), train_gap);
       largest = Simd::larger_above_zero(pair.u, largest);
     } else if constexpr (kBase == Base::kTrain) {
-      rollout_gain = Simd::fma(weight, Simd::select(decay.far, value, decay.step), rollout_gain);
+      rollout_gain = Simd::fma(weight, gain, rollout_gain);
       train_alone = Simd::add_where(decay.far, train_alone, weight);
       bent_gap = Simd::fnma(weight, minus_chi(), bent_gap);
       if constexpr (kTrainGap) train_gap = Simd::fma(weight, psi(), train_gap);
@@ -435,9 +438,6 @@ struct Sums {
         const Vector minus_gap = Simd::select(decay.far, Simd::fma(t, train, expm1), near_gap);
         train_gap = Simd::fnma(signed_weight, minus_gap, train_gap);
       }
-      largest = Simd::larger_above_zero(pair.u, largest);
-      largest_train = Simd::larger_above_zero(
-          Simd::zero_unless(train_based, Simd::negate_where(train_based, pair.u)), largest_train);
     }
     if constexpr (kEntropy) {
       const Vector log_base = natural(z), log_other = Simd::sub(log_base, decay.t);
@@ -456,13 +456,17 @@ struct Sums {
     }
   }
 
+  static bool any_finite_from(float least, Vector value) {
+    return Simd::any(Simd::both(Simd::less_equal(Simd::broadcast(least), value),
+                                Simd::less(value, Simd::broadcast(kInf))));
+  }
+
   // Whether a log-ratio that counts was bounded.
   template <Base kBase>
   bool has_remote() const {
     if (kBase == Base::kTrain && !kTrainGap) return false;
     const Vector most = kBase == Base::kTrain ? largest_train : largest;
-    return Simd::any(Simd::both(Simd::less(Simd::broadcast(kFarthest / 2), most),
-                                Simd::less(most, Simd::broadcast(kInf))));
+    return any_finite_from(kFarthest / 2, most);
   }
 
   void join_near(const Sums& other) {
@@ -501,8 +505,7 @@ struct Sums {
     if (others) {
       out.violates = Simd::largest(largest) == kInf;
       out.outside = Simd::largest(largest_train) == kInf;
-      out.too_far = Simd::any(Simd::both(Simd::less_equal(Simd::broadcast(kMost), remote),
-                                         Simd::less(remote, Simd::broadcast(kInf))));
+      out.too_far = any_finite_from(kMost, remote);
       // A state's B is near_gap - near_first, of what is near; its G has far_train - far_mass +
       // far_first of what is far: all that these loops add to G goes there, so that it does not
       // drown B, nor does what bounded log-ratios leave of an infinite G.
@@ -921,7 +924,7 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
     if (Simd::all(at.near)) continue;
     const Mask far = Simd::but_not(at.both, at.near);
     // Bounded: a difference of two infinities would be NaN.
-    const Vector lowest = Simd::broadcast(-1e30f);
+    const Vector lowest = Simd::broadcast(-kMost);
     const Vector power = Simd::max(pair.power, lowest);
     const Vector train_power = Simd::max(columns.train_power(pair), lowest);
     const Vector q = Simd::zero_unless(at.in_train, Simd::mul(poly.exp2(train_power), train_mass));
@@ -1011,7 +1014,7 @@ struct Gradient {
         q = Simd::zero_unless(in_train, Simd::select(at.near, q, far_q));
         q_minus_p =
             Simd::select(at.near, q_minus_p, Simd::sub(q, Simd::zero_unless(in_rollout, p)));
-        const Vector bound = Simd::broadcast(1e30f);
+        const Vector bound = Simd::broadcast(kMost);
         t = Simd::min(Simd::max(Simd::zero_unless(at.both, t), Simd::sub(zero, bound)), bound);
       }
       const auto coefficient = [](float value) { return Simd::broadcast(value); };

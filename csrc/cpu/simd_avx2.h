@@ -76,7 +76,6 @@ struct Simd {
   static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
   static Vector abs(Vector a) { return _mm256_andnot_ps(broadcast(-0.0f), a); }
-  static Vector negate(Vector a) { return _mm256_xor_ps(a, broadcast(-0.0f)); }
   static Vector negate_where(Mask mask, Vector a) {
     return _mm256_xor_ps(a, _mm256_and_ps(mask, broadcast(-0.0f)));
   }
@@ -105,7 +104,6 @@ struct Simd {
   static Mask are_numbers(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_ORD_Q); }
   static Mask less(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
   static Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
-  static Mask either(Mask a, Mask b) { return _mm256_or_ps(a, b); }
   static Mask but_not(Mask a, Mask b) { return _mm256_andnot_ps(b, a); }
   static Mask opposite(Mask a) {
     return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(-1)));

@@ -81,7 +81,6 @@ struct Simd {
   static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
   static Vector abs(Vector a) { return _mm512_abs_ps(a); }
-  static Vector negate(Vector a) { return _mm512_xor_ps(a, broadcast(-0.0f)); }
   static Vector negate_where(Mask mask, Vector a) {
     return _mm512_mask_xor_ps(a, mask, a, broadcast(-0.0f));
   }
@@ -114,7 +113,6 @@ struct Simd {
   static Mask less(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
   static Mask opposite(Mask a) { return Mask(~a); }
   static Mask both(Mask a, Mask b) { return a & b; }
-  static Mask either(Mask a, Mask b) { return a | b; }
   static Mask but_not(Mask a, Mask b) { return Mask(a & ~b); }
   static Mask none() { return 0; }
   static bool all(Mask mask) { return mask == 0xffff; }

@@ -74,7 +74,6 @@ struct Simd {
   static Vector max(Vector a, Vector b) { return a > b ? a : b; }
   static Vector min(Vector a, Vector b) { return a < b ? a : b; }
   static Vector abs(Vector a) { return Vector(Mask(a) & 0x7fffffff); }
-  static Vector negate(Vector a) { return -a; }
   static Vector negate_where(Mask mask, Vector a) { return mask ? -a : a; }
   static Vector select(Mask mask, Vector yes, Vector no) { return mask ? yes : no; }
   static Vector zero_unless(Mask mask, Vector value) { return Vector(mask & Mask(value)); }
@@ -101,7 +100,6 @@ struct Simd {
   static Mask are_numbers(Vector a, Vector b) { return (a == a) & (b == b); }
   static Mask less(Vector a, Vector b) { return a < b; }
   static Mask both(Mask a, Mask b) { return a & b; }
-  static Mask either(Mask a, Mask b) { return a | b; }
   static Mask but_not(Mask a, Mask b) { return a & ~b; }
   static Mask opposite(Mask a) { return ~a; }
   static Mask none() { return Mask{}; }
