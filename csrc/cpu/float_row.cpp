@@ -29,6 +29,8 @@ constexpr double kFrameExcess = 0.25;
 // Columns with less rollout mass, that of the largest logit being 1, say nothing of a shift; in the
 // frame of their mean log-ratio the train side's masses would underflow with theirs.
 constexpr double kLeastMass = 0x1p-60;
+// Rollout mass, that of the largest logit being 1, that is one token's.
+constexpr double kOneToken = 1.2;
 // Part of the slice's KL that the rounding of x - y may be: beyond, it is restored. Where the KL is
 // infinite, only the shift's own digits count.
 constexpr double kMostRounding = 2e-7;
@@ -279,7 +281,7 @@ double mean_log_ratio(const DivergenceState<double>& state) {
 struct ShiftEffect {
   double kl = 0, kl_train = 0;
   double excess = 0, excess_train = 0;
-  bool blurs = false;  // one token holds the mass, and L - c dwarfs its log-ratio to the mean, ~ KL
+  bool blurs = false;  // one token holds the mass, and L - c dwarfs its log-ratio to L, ~ KL
 
   ShiftEffect() = default;
   // `roughly`: what comes of the shift to half a percent, and the divergences to as much of it.
@@ -303,7 +305,7 @@ struct ShiftEffect {
       kl_train = state.train_gap - from_shift_train;
       excess_train = matters ? from_shift_train : 0.0;
     }
-    blurs = matters && mass > 0.9 && mass < 1.2 && std::fabs(b) * mass > 4.0 * kl;
+    blurs = matters && mass > 0.9 && mass < kOneToken && std::fabs(b) * mass > 4.0 * kl;
   }
 };
 
@@ -363,6 +365,7 @@ class Slice {
     RunArgs args = columns_.at(column_, count);
     args.frame = frame;
     args.train_slack = columns_.train_slack(frame, maxima_);
+    args.infinite = total_.has(kSupportViolation);
     const RowRuns& runs = columns_.runs();
     const int x = columns_.rollout_type(), y = columns_.train_type();
     const auto sum = columns_.scaled() ? runs.sum_scaled[columns_.mixed()][extra_ != 0]
@@ -393,6 +396,12 @@ class Slice {
                   before.excess + beside.excess) ||
            beyond(before.kl_train + beside.kl_train + effect.kl_train, effect.excess_train,
                   before.excess_train + beside.excess_train);
+  }
+
+  // The rollout mass of the total in the units of another state.
+  double mass_in_frame(const DivergenceState<double>& to) const {
+    if (!total_.has_both()) return 0.0;
+    return rollout_mass(total_) * std::exp(total_.max_rollout - to.max_rollout);
   }
 
   // The effects of one state in the units of another's frame.
@@ -433,12 +442,13 @@ class Slice {
   }
 
   // Whether a run with this shift may leave out the rounding of x - y, at most 2^-24 (|c| + |u|).
-  // It enters G with psi'(u), about u: by Cauchy and Schwarz as 2^-24 |c| sqrt(2 S G). The sums so
-  // far stand for the run's; where those have more mass, the bound grows with its root.
+  // It enters G with p - q: as 2^-24 |c| times S sum |p - q|, at most S sqrt(2 KL) by Pinsker, and
+  // 2 S. The sums so far stand for the run's.
   bool rounding_is_small(double shift) const {
     if (total_.has(kSupportViolation)) return std::fabs(shift) <= kLargestRoundedShift;
-    return 0x1p-24 * std::fabs(shift) * std::sqrt(2.0 * rollout_mass(total_)) <=
-           kMostRounding * std::sqrt(settled_.kl);
+    const double mass = rollout_mass(total_);
+    const double apart = std::min(std::sqrt(2.0 * mass * settled_.kl), 2.0 * mass);
+    return 0x1p-24 * std::fabs(shift) * apart <= kMostRounding * settled_.kl;
   }
 
   // A run is at most twice as long as what is summed already: its shift is that of those columns.
@@ -476,7 +486,8 @@ class Slice {
       }
       const DivergenceState<double> piece = state_of(frame, sums);
       const ShiftEffect effect(piece);
-      if (effect.blurs || spoils(piece, effect, joined, kSmallExcess, kMostExcess)) {
+      const bool blurs = effect.blurs && rollout_mass(piece) + mass_in_frame(piece) < kOneToken;
+      if (blurs || spoils(piece, effect, joined, kSmallExcess, kMostExcess)) {
         const RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
         consumed = run(better, consumed, sums);  // no further: the shift is that of these columns
         join(state_of(better, sums), {});

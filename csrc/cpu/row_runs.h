@@ -31,6 +31,7 @@ struct RunArgs {
   const void* rollout;  // first column of the run
   const void* train;
   int64_t count;
+  bool infinite = false;  // the KL is: its gaps do not matter
   RunFrame frame;
   float rate;                       // log2(e) over the shared temperature; log2(e) if mixed
   float slack;                      // a rollout logit so many powers of 2 above its maximum, or

@@ -2,8 +2,9 @@
 // The runs of row_runs.h over the Simd that the including file chose. Formulas: divergence_state.h.
 // Hot path per block of near columns (|u| <= 1/2, inside the frame): one exponential, one
 // polynomial and three sums per vector, two compares. Others take the exponential of one side, the
-// base, and that of the log-ratio, which gives the other side's mass; so do columns that one side
-// lacks. NaN, +inf or a frame that no longer covers ends the run.
+// base, and that of the log-ratio, which gives the other side's mass, or is 0 where that side lacks
+// the column; blocks without one base take both sides' exponentials. NaN, +inf or a frame that no
+// longer covers ends the run.
 #pragma once
 
 #include <algorithm>
@@ -23,15 +24,21 @@ constexpr float kInf = __builtin_inff();
 
 constexpr float kLn2 = 0.693147181f;
 // exp(-t) of t >= -kClose is formed by itself, and times a mass of the base side: beyond, the other
-// side's mass would inherit that one's errors enlarged.
+// side's mass would inherit that one's errors enlarged, and could lie beyond its frame.
 constexpr float kClose = 16.0f;
-// A log-ratio above stands for itself only where each has its own bound (Base::kEither).
-constexpr float kFarthest = 1 << 20;
-constexpr float kNothing = 150.0f;  // exp(-t) is 0 above
-constexpr float kMost = 1e30f;      // bounds what may be infinite and meets a mass that is 0
+constexpr float kFarthest = 1 << 20;  // a log-ratio above is bounded, unless both masses are formed
+constexpr float kNothing = 150.0f;    // exp(-t) is 0 above
+constexpr float kMost = 1e30f;        // bounds what may be infinite and meets a mass that is 0
+constexpr float kLargestFloat = 0x1.fffffep127f;
+// Where both sides' exponentials are formed, u up to which a column counts as near: G of others is
+// their difference, which enlarges what they have lost. Without G, |u| where psi is of degree 4.
+constexpr float kWide = 1.0f, kNarrow = 0.3466f;
 // Equal columns round alike, so a chain of n float additions may be off by n 2^-25 of its sum: sums
 // of so many additions each are added up, and those likewise (Chained).
 constexpr int64_t kChain = 32;
+// Blocks in a group, and how many of them must lack a side's mass for such to be looked for.
+constexpr int64_t kGroupBlocks = kChain / 2;
+constexpr int64_t kLoneBlocks = 4;
 
 // Two vectors of columns. What is long is written over two at once, so that one's latency hides
 // behind the other's.
@@ -69,6 +76,11 @@ struct Polynomials {
          r2 = Simd::constant(0.0416667946f), r3 = Simd::constant(-0.00836320408f),
          r4 = Simd::constant(0.00139011291f);
 
+  Vector w0 = Simd::constant(0.5f), w1 = Simd::constant(-0.166666955f),
+         w2 = Simd::constant(0.0416665189f), w3 = Simd::constant(-0.00833093561f),
+         w4 = Simd::constant(0.0013891441f), w5 = Simd::constant(-0.000203254516f),
+         w6 = Simd::constant(2.49608311e-5f);
+
   // `factor`, near 1, multiplies exp2().
   [[gnu::always_inline]] explicit Polynomials(float factor = 1.0f)
       : e0(Simd::constant(0.99999994f * factor)),
@@ -100,6 +112,28 @@ struct Polynomials {
     series = fma(series, u, p2);
     series = fma(series, u, p1);
     series = fma(series, u, p0);
+    return mul(u, series);
+  }
+
+  // The same for |u| <= kWide: degree 6, 1.03e-7.
+  template <typename T>
+  T wide_psi_over_u(const T& u) const {
+    T series = fma(repeat(u, w6), u, w5);
+    series = fma(series, u, w4);
+    series = fma(series, u, w3);
+    series = fma(series, u, w2);
+    series = fma(series, u, w1);
+    series = fma(series, u, w0);
+    return mul(u, series);
+  }
+
+  // For |u| <= kNarrow: degree 4, 1.3e-7.
+  template <typename T>
+  T narrow_psi_over_u(const T& u) const {
+    T series = fma(repeat(u, r4), u, r3);
+    series = fma(series, u, r2);
+    series = fma(series, u, r1);
+    series = fma(series, u, r0);
     return mul(u, series);
   }
 };
@@ -158,7 +192,7 @@ struct Columns {
     return Simd::select(finite, bounded(product), value);
   }
   static Vector bounded(Vector value) {
-    const Vector largest = Simd::broadcast(0x1.fffffep127f);
+    const Vector largest = Simd::broadcast(kLargestFloat);
     return Simd::min(Simd::max(value, Simd::sub(Simd::broadcast(0.0f), largest)), largest);
   }
 
@@ -221,17 +255,6 @@ struct Columns {
     } else {
       const Vector power = Simd::fused(pair.train, rate, train_origin);
       return kRoughly ? power : Simd::add(power, train_origin_low);
-    }
-  }
-
-  // Of the train side where the mask is on, else of the rollout.
-  Vector power_where(Mask train, const Pair& pair) const {
-    if constexpr (kScale == RunScale::kMixed) {
-      return Simd::select(train, train_power(pair), pair.power);
-    } else {
-      const Vector power = Simd::fused(Simd::select(train, pair.train, pair.rollout), rate,
-                                       Simd::select(train, train_origin, origin));
-      return Simd::add_where(train, power, train_origin_low);
     }
   }
 };
@@ -333,8 +356,8 @@ struct Decay {
 
 // The side whose mass is taken from its logit: the other's is that times exp(-t). t is the
 // log-ratio of the base to the other, at least -kClose; a side without the column is never the base
-// unless both are. kEither: of near columns the rollout, of others the larger.
-enum class Base { kRollout, kTrain, kEither };
+// unless both are without.
+enum class Base { kRollout, kTrain };
 
 // What a run has accumulated.
 template <int kExtra>
@@ -351,12 +374,11 @@ struct Sums {
   Vector train_gap, rollout_log, train_log;
   // Of u and -u, where it is positive: infinite where one side lacks a column.
   Vector largest, largest_train;
-  Vector remote;  // kEither: the largest t that counts in G or R
 
   Sums() {
     near_mass = near_first = near_gap = Simd::broadcast(0.0f);
     bent_gap = train_gain = rollout_alone = rollout_gain = train_alone = near_mass;
-    largest = largest_train = remote = near_mass;
+    largest = largest_train = near_mass;
     train_gap = rollout_log = train_log = near_mass;
   }
 
@@ -387,27 +409,13 @@ struct Sums {
   // column whose base is the rollout are w (e + t) and -w (e + t exp(-t)); where it is the train
   // side they change places.
   template <Base kBase>
-  void add_decay(const Pair& pair, Mask train_based, Vector z, const Decay& decay) {
+  void add_decay(const Pair& pair, Vector z, const Decay& decay) {
     const Vector one = Simd::broadcast(1.0f);
     const Vector weight = decay.weight, value = decay.value;
     const Vector expm1 = Simd::sub(value, one);
     const Vector gain = Simd::select(decay.far, value, decay.step);
-    // kEither: what is multiplied by a mass may be larger by far.
-    Vector t = decay.t;
-    if constexpr (kBase == Base::kEither) {
-      const Vector log_ratio = Simd::negate_where(train_based, pair.u);
-      const Mask has_mass = Simd::less(Simd::broadcast(0.0f), weight);
-      const Mask counts = kTrainGap
-                              ? Simd::both(has_mass, Simd::less(log_ratio, Simd::broadcast(kInf)))
-                              : Simd::but_not(has_mass, train_based);
-      remote = Simd::larger_above_zero(Simd::zero_unless(counts, log_ratio), remote);
-      t = Simd::min(log_ratio, Simd::broadcast(kMost));
-      largest = Simd::larger_above_zero(pair.u, largest);
-      largest_train =
-          Simd::larger_above_zero(Simd::zero_unless(train_based, log_ratio), largest_train);
-    }
     // e + t, and -(e + t exp(-t)), to their own precision where they are small
-    const auto psi = [&] { return Simd::select(decay.far, Simd::add(expm1, t), decay.psi); };
+    const auto psi = [&] { return Simd::select(decay.far, Simd::add(expm1, decay.t), decay.psi); };
     const auto minus_chi = [&] {
       return Simd::fma(decay.t, gain, Simd::select(decay.far, expm1, decay.psi));
     };
@@ -418,26 +426,13 @@ struct Sums {
       rollout_alone = Simd::add_where(decay.far, rollout_alone, weight);
       bent_gap = Simd::fma(weight, psi(), bent_gap);
       if constexpr (kTrainGap) train_gap = Simd::fnma(weight, minus_chi(), train_gap);
-      largest = Simd::larger_above_zero(pair.u, largest);
-    } else if constexpr (kBase == Base::kTrain) {
+      largest = Simd::larger_number(pair.u, largest);
+    } else {
       rollout_gain = Simd::fma(weight, gain, rollout_gain);
       train_alone = Simd::add_where(decay.far, train_alone, weight);
       bent_gap = Simd::fnma(weight, minus_chi(), bent_gap);
       if constexpr (kTrainGap) train_gap = Simd::fma(weight, psi(), train_gap);
-      largest_train = Simd::larger_above_zero(pair.u, largest_train);
-    } else {
-      const Vector rollout = Simd::select(train_based, value, one);
-      const Vector train = Simd::select(train_based, one, value);
-      const Vector signed_weight = Simd::negate_where(train_based, weight);
-      train_gain = Simd::fma(weight, Simd::select(decay.far, train, decay.step), train_gain);
-      rollout_alone = Simd::fma_where(decay.far, weight, rollout, rollout_alone);
-      const Vector gap = Simd::select(decay.far, Simd::fma(t, rollout, expm1), decay.psi);
-      bent_gap = Simd::fma(signed_weight, gap, bent_gap);
-      if constexpr (kTrainGap) {
-        const Vector near_gap = Simd::fma(decay.t, decay.step, decay.psi);
-        const Vector minus_gap = Simd::select(decay.far, Simd::fma(t, train, expm1), near_gap);
-        train_gap = Simd::fnma(signed_weight, minus_gap, train_gap);
-      }
+      largest_train = Simd::larger_number(pair.u, largest_train);
     }
     if constexpr (kEntropy) {
       const Vector log_base = natural(z), log_other = Simd::sub(log_base, decay.t);
@@ -446,13 +441,73 @@ struct Sums {
       if constexpr (kBase == Base::kRollout) {
         rollout_log = Simd::add(rollout_log, base);
         train_log = Simd::add(train_log, other);
-      } else if constexpr (kBase == Base::kTrain) {
+      } else {
         rollout_log = Simd::add(rollout_log, other);
         train_log = Simd::add(train_log, base);
-      } else {
-        rollout_log = Simd::add(rollout_log, Simd::select(train_based, other, base));
-        train_log = Simd::add(train_log, Simd::select(train_based, base, other));
       }
+    }
+  }
+
+  // Any columns, from both masses; ratio = psi(u) / u where near. Which ones are not near. Unless
+  // kFinite, G does not matter.
+  template <bool kFinite>
+  Mask add_both(const Pair& pair, Vector train_power, Vector rollout, Vector train, Vector ratio) {
+    const Vector u = pair.u;
+    const Mask near = Simd::less_equal(Simd::abs(u), Simd::broadcast(kFinite ? kWide : kNarrow));
+    const Mask far = Simd::opposite(near);
+    const Vector step = Simd::fms(u, ratio, u);
+    near_mass = Simd::add_where(near, near_mass, rollout);
+    train_gain = Simd::fma_where(near, rollout, step, train_gain);
+    rollout_alone = Simd::add_where(far, rollout_alone, rollout);
+    train_alone = Simd::add_where(far, train_alone, train);
+    largest = Simd::larger_number(u, largest);
+    // Not its sign's bit turned: u of a column that neither side has is a NaN.
+    largest_train = Simd::larger_number(Simd::sub(Simd::broadcast(0.0f), u), largest_train);
+    if constexpr (kFinite) {
+      // Bounded where its product is with a mass that may be 0; of NaN, the bound.
+      Vector t = Simd::max(u, Simd::broadcast(-kLargestFloat));
+      if constexpr (kTrainGap) t = Simd::min(t, Simd::broadcast(kLargestFloat));
+      const Vector psi = Simd::mul(u, ratio);
+      bent_gap = Simd::add_where(far, bent_gap, Simd::sub(train, rollout));
+      bent_gap = Simd::fma(rollout, Simd::select(near, psi, t), bent_gap);
+      if constexpr (kTrainGap) {
+        const Vector minus_chi = Simd::fma(u, step, psi);
+        const Vector mass = Simd::select(near, rollout, train);
+        train_gap = Simd::add_where(far, train_gap, Simd::sub(rollout, train));
+        train_gap = Simd::fnma(mass, Simd::select(near, minus_chi, t), train_gap);
+      }
+    }
+    if constexpr (kEntropy) {
+      rollout_log = Simd::fma(rollout, natural(pair.power), rollout_log);
+      train_log = Simd::fma(train, natural(train_power), train_log);
+    }
+    return far;
+  }
+
+  // Columns where exp(-t) is 0.
+  template <Base kBase>
+  void add_alone(const Pair& a, const Pair& b, const Two& z, const Two& t, const Two& weight) {
+    const Vector one = Simd::broadcast(1.0f);
+    const Vector mass = Simd::add(weight.a, weight.b);
+    const auto first = [&](Vector sum) {
+      sum = Simd::fma(weight.a, Simd::sub(t.a, one), sum);
+      return Simd::fma(weight.b, Simd::sub(t.b, one), sum);
+    };
+    const auto log = [&](Vector sum) {
+      return Simd::fma(weight.b, natural(z.b), Simd::fma(weight.a, natural(z.a), sum));
+    };
+    if constexpr (kBase == Base::kRollout) {
+      rollout_alone = Simd::add(rollout_alone, mass);
+      bent_gap = first(bent_gap);
+      if constexpr (kTrainGap) train_gap = Simd::add(train_gap, mass);
+      if constexpr (kEntropy) rollout_log = log(rollout_log);
+      largest = Simd::larger_number(b.u, Simd::larger_number(a.u, largest));
+    } else {
+      train_alone = Simd::add(train_alone, mass);
+      bent_gap = Simd::add(bent_gap, mass);
+      if constexpr (kTrainGap) train_gap = first(train_gap);
+      if constexpr (kEntropy) train_log = log(train_log);
+      largest_train = Simd::larger_number(b.u, Simd::larger_number(a.u, largest_train));
     }
   }
 
@@ -461,12 +516,10 @@ struct Sums {
                                 Simd::less(value, Simd::broadcast(kInf))));
   }
 
-  // Whether a log-ratio that counts was bounded.
-  template <Base kBase>
+  // Whether there is a log-ratio that counts and that loops with one base bound.
   bool has_remote() const {
-    if (kBase == Base::kTrain && !kTrainGap) return false;
-    const Vector most = kBase == Base::kTrain ? largest_train : largest;
-    return any_finite_from(kFarthest / 2, most);
+    return any_finite_from(kFarthest / 2, largest) ||
+           (kTrainGap && any_finite_from(kFarthest / 2, largest_train));
   }
 
   void join_near(const Sums& other) {
@@ -485,7 +538,6 @@ struct Sums {
     train_alone = Simd::add(train_alone, other.train_alone);
     largest = Simd::max(largest, other.largest);
     largest_train = Simd::max(largest_train, other.largest_train);
-    remote = Simd::max(remote, other.remote);
   }
 
   void join_extras(const Sums& other) {
@@ -496,16 +548,16 @@ struct Sums {
     }
   }
 
-  // `others`: any but near columns were added.
-  void write(bool others, RunSums& out) const {
+  // `others`: any but near columns were added. `infinite`: as if the KL of these were.
+  void write(bool others, bool infinite, RunSums& out) const {
     out = {};
+    out.violates = infinite;
     out.near_mass = Simd::sum(near_mass);
     out.near_first = Simd::sum(near_first);
     out.near_gap = Simd::sum(near_gap);
     if (others) {
-      out.violates = Simd::largest(largest) == kInf;
+      out.violates = infinite || Simd::largest(largest) == kInf;
       out.outside = Simd::largest(largest_train) == kInf;
-      out.too_far = any_finite_from(kMost, remote);
       // A state's B is near_gap - near_first, of what is near; its G has far_train - far_mass +
       // far_first of what is far: all that these loops add to G goes there, so that it does not
       // drown B, nor does what bounded log-ratios leave of an infinite G.
@@ -515,9 +567,13 @@ struct Sums {
       out.far_mass = Simd::sum(rollout_alone);
       out.far_train = Simd::sum(train_alone);
       const double gap = out.violates ? 0.0 : Simd::sum(bent_gap);
+      out.too_far = !std::isfinite(gap);
       out.far_first = gap - (out.far_train - out.far_mass);
     }
-    if constexpr (kTrainGap) out.train_gap = Simd::sum(train_gap);
+    if constexpr (kTrainGap) {
+      out.train_gap = out.outside ? 0.0 : Simd::sum(train_gap);
+      out.too_far = out.too_far || !std::isfinite(out.train_gap);
+    }
     if constexpr (kEntropy) {
       out.rollout_log = Simd::sum(rollout_log);
       out.train_log = Simd::sum(train_log);
@@ -558,8 +614,9 @@ class Chained {
   bool others_ = false;
 };
 
-// Which loop a run's next block belongs to.
-enum class Loop { kNear, kRollout, kTrain, kEither };
+// Which loop a run's next block belongs to: near columns; one base; both exponentials, and the same
+// where the KL is infinite.
+enum class Loop { kNear, kRollout, kTrain, kBoth, kInfinite };
 
 // The run's inputs and constants.
 template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
@@ -577,7 +634,6 @@ struct Run {
   const Vector infinite = Simd::constant(kInf);
   const Vector minus_bound = Simd::constant(-kClose);
   const Vector nothing = Simd::constant(kNothing), farthest = Simd::constant(kFarthest);
-  const Vector least_near = Simd::constant(-0.35f);  // below -ln 2 / 2, not near for sure
   const Vector minus_log2e = Simd::constant(-1.44269504f);
   const Vector one = Simd::constant(1.0f);
   const Vector ln2 = Simd::constant(kLn2);
@@ -598,9 +654,9 @@ struct Run {
     prefetch_block(rollout + column);
     prefetch_block(train + column);
   }
-  template <bool kGaps = true, bool kSwapped = false>
+  template <bool kGaps = true, bool kSwapped = false, bool kRestores = kResidue>
   Pair pair(Vector x, Vector y) const {
-    return columns.template pair<kResidue, kGaps, kSwapped>(x, y);
+    return columns.template pair<kRestores, kGaps, kSwapped>(x, y);
   }
 
   // On where the frame covers both.
@@ -664,49 +720,29 @@ struct Run {
 
   // A block as columns of one base.
   struct Based {
-    Mask train_a, train_b;  // which lanes' base is the train side, where that varies
-    Two z, t;               // the base's power of 2, and log-ratios to the other
+    Two z, t;  // the base's power of 2, and log-ratios to the other
   };
   template <Base kBase, bool kRoughly = false>
   [[gnu::always_inline]] Based based(const Pair& a, const Pair& b) const {
-    Based out = {Simd::none(), Simd::none(), {a.power, b.power}, {a.u, b.u}};
+    Based out = {{a.power, b.power}, {a.u, b.u}};
     if constexpr (kBase == Base::kTrain) {
       out.z = {columns.template train_power<kRoughly>(a),
                columns.template train_power<kRoughly>(b)};
-    } else if constexpr (kBase == Base::kEither) {
-      out.train_a = Simd::less(a.u, least_near);
-      out.train_b = Simd::less(b.u, least_near);
-      out.z = {columns.power_where(out.train_a, a), columns.power_where(out.train_b, b)};
-      out.t = {Simd::negate_where(out.train_a, a.u), Simd::negate_where(out.train_b, b.u)};
     }
-    const Vector most = kBase == Base::kEither ? nothing : farthest;
-    out.t = {Simd::min(out.t.a, most), Simd::min(out.t.b, most)};  // of NaN, the bound
+    out.t = {Simd::min(out.t.a, farthest), Simd::min(out.t.b, farthest)};  // of NaN, the bound
     return out;
   }
-  // Whether it may have this base. Not where the frame does not cover, nor with +inf or a NaN (but
-  // one on the base's side may pass, and makes sums NaN).
+  // Whether it may have this base, with log-ratios of at least `least`. Not where the frame does
+  // not cover, nor with +inf or a NaN (but one on the base's side may pass, and makes sums NaN).
   template <Base kBase>
-  [[gnu::always_inline]] bool may_have(const Pair& a, const Pair& b, const Based& block) const {
+  [[gnu::always_inline]] bool may_have(const Pair& a, const Pair& b, const Based& block,
+                                       Vector least) const {
     constexpr bool kTrain = kBase == Base::kTrain;
-    Mask holds =
+    const Mask holds =
         Simd::both(Simd::less_equal(Simd::larger_above_zero(block.z.a, block.z.b),
-                                    kBase == Base::kRollout ? slack : train_slack),
+                                    kTrain ? train_slack : slack),
                    Simd::are_numbers(kTrain ? a.rollout : a.train, kTrain ? b.rollout : b.train));
-    if constexpr (kBase != Base::kEither) {
-      holds = Simd::both(holds, Simd::less_equal(minus_bound, Simd::min(block.t.a, block.t.b)));
-    }
-    return Simd::all(holds);
-  }
-
-  // Adds such a block. `near`: stays true if every column is.
-  template <Base kBase, int kExtra>
-  [[gnu::always_inline]] void add_based(Sums<kExtra>& sums, const Pair& a, const Pair& b,
-                                        const Based& block, bool& near) const {
-    Decay decay_a, decay_b;
-    decays(block.z, block.t, decay_a, decay_b);
-    near &= (Simd::bits(decay_a.far) | Simd::bits(decay_b.far)) == 0;
-    sums.template add_decay<kBase>(a, block.train_a, block.z.a, decay_a);
-    sums.template add_decay<kBase>(b, block.train_b, block.z.b, decay_b);
+    return Simd::all(Simd::both(holds, Simd::less_equal(least, Simd::min(block.t.a, block.t.b))));
   }
 
   // What a block needs before its exponentials.
@@ -715,15 +751,76 @@ struct Run {
     Based block;
     bool may;
   };
-  template <Base kBase, int kExtra>
-  [[gnu::always_inline]] Head head(const Two& x, const Two& y) const {
+  template <Base kBase, int kExtra, bool kRestores = kResidue>
+  [[gnu::always_inline]] Head head(const Two& x, const Two& y, Vector least) const {
     constexpr bool kSwapped = kBase == Base::kTrain;
     Head out;
-    out.a = pair<true, kSwapped>(x.a, y.a);
-    out.b = pair<true, kSwapped>(x.b, y.b);
+    out.a = pair<true, kSwapped, kRestores>(x.a, y.a);
+    out.b = pair<true, kSwapped, kRestores>(x.b, y.b);
     out.block = based<kBase, kRough<kExtra>>(out.a, out.b);
-    out.may = may_have<kBase>(out.a, out.b, out.block);
+    out.may = may_have<kBase>(out.a, out.b, out.block, least);
     return out;
+  }
+  template <Base kBase, int kExtra>
+  [[gnu::always_inline]] Head head_at(int64_t column) const {
+    return head<kBase, kExtra>(rollout_block(column), train_block(column), minus_bound);
+  }
+  // May it, the other side has no mass in the block.
+  template <Base kBase, int kExtra>
+  [[gnu::always_inline]] Head lone_head_at(int64_t column) const {
+    return head<kBase, kExtra, false>(rollout_block(column), train_block(column), nothing);
+  }
+
+  // Adds such a block. `near`: stays true if every column is.
+  template <Base kBase, int kExtra>
+  [[gnu::always_inline]] void add_based(Sums<kExtra>& sums, const Head& head, bool& near) const {
+    Decay decay_a, decay_b;
+    decays(head.block.z, head.block.t, decay_a, decay_b);
+    near &= (Simd::bits(decay_a.far) | Simd::bits(decay_b.far)) == 0;
+    sums.template add_decay<kBase>(head.a, head.block.z.a, decay_a);
+    sums.template add_decay<kBase>(head.b, head.block.z.b, decay_b);
+  }
+
+  // Adds blocks, from the one at `column` on, while the other side has no mass in them; the first
+  // column not consumed.
+  template <Base kBase, int kExtra>
+  [[gnu::always_inline]] int64_t add_alone(Sums<kExtra>& sums, int64_t column, int64_t end) const {
+    for (; column < end; column += kBlock) {
+      prefetch(column);
+      const Head now = lone_head_at<kBase, kExtra>(column);
+      if (!now.may) break;
+      sums.template add_alone<kBase>(now.a, now.b, now.block.z, now.block.t,
+                                     poly.exp2(now.block.z));
+    }
+    return column;
+  }
+
+  // What any block needs before both exponentials.
+  struct BothHead {
+    Pair a, b;
+    Two train_power;
+    bool may;
+  };
+  [[gnu::always_inline]] BothHead both_head(const Two& x, const Two& y) const {
+    BothHead out;
+    out.a = pair(x.a, y.a);
+    out.b = pair(x.b, y.b);
+    out.train_power = {columns.train_power(out.a), columns.train_power(out.b)};
+    const Vector highest = Simd::larger_above_zero(out.train_power.a, out.train_power.b);
+    out.may = Simd::all(Simd::both(covered(out.a, out.b), Simd::less_equal(highest, train_slack)));
+    return out;
+  }
+  template <bool kFinite, int kExtra>
+  [[gnu::always_inline]] void add_both(Sums<kExtra>& sums, const BothHead& head, bool& near) const {
+    const Two u = {head.a.u, head.b.u};
+    const Two rollout = poly.exp2(Two{head.a.power, head.b.power});
+    const Two train = poly.exp2(head.train_power);
+    const Two ratio = kFinite ? poly.wide_psi_over_u(u) : poly.narrow_psi_over_u(u);
+    const Mask far_a =
+        sums.template add_both<kFinite>(head.a, head.train_power.a, rollout.a, train.a, ratio.a);
+    const Mask far_b =
+        sums.template add_both<kFinite>(head.b, head.train_power.b, rollout.b, train.b, ratio.b);
+    near &= (Simd::bits(far_a) | Simd::bits(far_b)) == 0;
   }
 };
 
@@ -735,68 +832,126 @@ template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
   const Two x = run.rollout_block(column), y = run.train_block(column);
   const Pair a = run.pair(x.a, y.a), b = run.pair(x.b, y.b);
   if (run.are_near(a, b)) return Loop::kNear;
-  if (run.template head<Base::kRollout, kRunEntropy>(x, y).may) return Loop::kRollout;
-  if (run.template head<Base::kTrain, kRunEntropy>(x, y).may) return Loop::kTrain;
-  return Loop::kEither;
+  if (run.template head_at<Base::kRollout, kRunEntropy>(column).may) return Loop::kRollout;
+  if (run.template head_at<Base::kTrain, kRunEntropy>(column).may) return Loop::kTrain;
+  return Loop::kBoth;
+}
+
+// Blocks from `column` to `end`, while their heads allow; the first column not consumed. The next
+// block's head comes before a block's exponentials, so that they overlap.
+template <typename HeadAt, typename Add>
+[[gnu::always_inline]] inline int64_t add_blocks(int64_t column, int64_t end, HeadAt head_at,
+                                                 Add add) {
+  constexpr int64_t kBlock = 2 * Simd::kLanes;
+  auto now = head_at(column);
+  while (now.may) {
+    const bool more = column + kBlock < end;
+    const auto following = head_at(more ? column + kBlock : column);
+    add(now);
+    column += kBlock;
+    if (!more) break;
+    now = following;
+  }
+  return column;
 }
 
 // Blocks that may have this base; ends at another, or after a group of near columns alone. The
-// first column not consumed. The next block's head comes before a block's exponentials, so that
-// they overlap.
+// first column not consumed. Where two blocks after a group lack one side, such blocks are looked
+// for, until a group has few.
 template <Base kBase, int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 [[gnu::noinline]] int64_t based_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
-                                    Loop& next, bool& covered) {
-  constexpr int64_t kBlock = 2 * Simd::kLanes;
-  constexpr int64_t kGroup = kChain / 2 * kBlock;
+                                    Loop& next) {
   using ThisRun = Run<Rollout, Train, kScale, kResidue>;
+  constexpr int64_t kBlock = ThisRun::kBlock;
   constexpr bool kFactor = kBase == Base::kTrain && ThisRun::template kRough<kExtra>;
   const ThisRun run(args, kFactor ? args.frame.train_factor : 1.0f);
+  const int64_t whole = run.count / kBlock * kBlock;
+  const Loop from = next;
+  bool looks = false;
+  while (next == from && column < whole) {
+    bool near = true, fits = true;
+    Sums<kExtra> here;
+    const int64_t begin = column;
+    const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
+    int64_t alone = 0;
+    while (fits && column < end) {
+      if (looks) {
+        const int64_t first = column;
+        column = run.template add_alone<kBase>(here, column, end);
+        alone += column - first;
+        if (column == end) break;
+      }
+      const int64_t stop = looks ? column + kBlock : end;
+      column = add_blocks(
+          column, stop,
+          [&](int64_t at) {
+            run.prefetch(at);
+            return run.template head_at<kBase, kExtra>(at);
+          },
+          [&](const auto& head) { run.template add_based<kBase>(here, head, near); });
+      fits = column == stop;
+    }
+    if (here.has_remote()) {
+      next = Loop::kBoth;
+      return begin;
+    }
+    sums.join(here);
+    if (!fits) {
+      next = loop_at<Rollout, Train, kScale, kResidue>(args, column);
+      if (next == from) next = Loop::kBoth;  // by a rounding
+    } else if (near && alone == 0) {
+      next = Loop::kNear;
+    } else if (looks) {
+      looks = alone >= kLoneBlocks * kBlock;
+    } else {
+      looks = column + kBlock < whole && run.template lone_head_at<kBase, kExtra>(column).may &&
+              run.template lone_head_at<kBase, kExtra>(column + kBlock).may;
+    }
+  }
+  return column;
+}
+
+// Any blocks; ends where the frame does not cover, or after a group of near columns alone. If
+// kFinite, also where the KL proves not to be, or at a block that may have one base.
+template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale kScale,
+          bool kResidue>
+[[gnu::noinline]] int64_t both_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
+                                   Loop& next, bool& covered) {
+  const Run<Rollout, Train, kScale, kResidue> run(args);
+  constexpr int64_t kBlock = run.kBlock;
   const int64_t whole = run.count / kBlock * kBlock;
   const Loop from = next;
   while (next == from && covered && column < whole) {
     bool near = true;
     Sums<kExtra> here;
-    const int64_t begin = column;
-    const int64_t end = std::min(column + kGroup, whole);
-    const auto head_at = [&](int64_t at) {
-      run.prefetch(at);
-      return run.template head<kBase, kExtra>(run.rollout_block(at), run.train_block(at));
-    };
-    auto now = head_at(column);
-    while (now.may) {
-      const bool more = column + kBlock < end;
-      const auto following = head_at(more ? column + kBlock : column);
-      run.template add_based<kBase>(here, now.a, now.b, now.block, near);
-      column += kBlock;
-      if (!more) break;
-      now = following;
-    }
-    if (column < end) {
-      near = false;
-      if constexpr (kBase == Base::kEither) {
-        covered = false;
-      } else {
-        next = loop_at<Rollout, Train, kScale, kResidue>(args, column);
-        if (next == from) next = Loop::kEither;  // by a rounding
-      }
-    }
-    if (kBase != Base::kEither && here.template has_remote<kBase>()) {
-      column = begin;
-      next = Loop::kEither;
-      break;
-    }
+    const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
+    column = add_blocks(
+        column, end,
+        [&](int64_t at) {
+          run.prefetch(at);
+          return run.both_head(run.rollout_block(at), run.train_block(at));
+        },
+        [&](const auto& head) { run.template add_both<kFinite>(here, head, near); });
+    covered = column == end;
     sums.join(here);
-    if (near) next = Loop::kNear;
+    if (near) {
+      next = Loop::kNear;
+    } else if (kFinite && kExtra == kRunPlain && Simd::largest(here.largest) == kInf) {
+      next = Loop::kInfinite;
+    } else if (kFinite && covered && column < whole && !here.has_remote() &&
+               (run.template head_at<Base::kRollout, kExtra>(column).may ||
+                run.template head_at<Base::kTrain, kExtra>(column).may)) {
+      next = loop_at<Rollout, Train, kScale, kResidue>(args, column);
+    }
   }
   return column;
 }
 
-// Four loops, each with the registers for its own work; the rarer three out of line.
+// Loops with the registers each for its own work; the rarer ones out of line.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 int64_t sum_run(const RunArgs& args, RunSums& out) {
-  constexpr int64_t kBlock = 2 * Simd::kLanes;
-  constexpr int64_t kStretch = kChain / 2 * kBlock;
   const Run<Rollout, Train, kScale, kResidue> run(args);
+  constexpr int64_t kBlock = run.kBlock;
   const int64_t whole = args.count / kBlock * kBlock;
   Chained<kExtra> sums;
   int64_t column = 0;
@@ -804,7 +959,8 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
   for (Loop loop = Loop::kNear; covered && column < whole;) {
     while (loop == Loop::kNear && column < whole) {
       Sums<kExtra> here;
-      for (const int64_t end = std::min(column + kStretch, whole); column < end; column += kBlock) {
+      const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
+      for (; column < end; column += kBlock) {
         run.prefetch(column);
         const Two x = run.rollout_block(column), y = run.train_block(column);
         const Pair a = run.template pair<false>(x.a, y.a), b = run.template pair<false>(x.b, y.b);
@@ -817,32 +973,41 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
       sums.join_near(here);
     }
     if (loop == Loop::kRollout) {
-      column = based_run<Base::kRollout, kExtra, Rollout, Train, kScale, kResidue>(
-          args, column, sums, loop, covered);
+      column = based_run<Base::kRollout, kExtra, Rollout, Train, kScale, kResidue>(args, column,
+                                                                                   sums, loop);
     }
     if (loop == Loop::kTrain) {
       column = based_run<Base::kTrain, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums,
-                                                                                 loop, covered);
+                                                                                 loop);
     }
-    if (loop == Loop::kEither) {
-      column = based_run<Base::kEither, kExtra, Rollout, Train, kScale, kResidue>(
-          args, column, sums, loop, covered);
+    // Where other sums need the gaps, too, they stay.
+    if (loop == Loop::kBoth && kExtra == kRunPlain && args.infinite) loop = Loop::kInfinite;
+    if (loop == Loop::kBoth) {
+      column = both_run<true, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop,
+                                                                        covered);
+    }
+    if constexpr (kExtra == kRunPlain) {
+      if (loop == Loop::kInfinite) {
+        column = both_run<false, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop,
+                                                                           covered);
+      }
     }
   }
   if (covered && column < args.count) {
     const Padded<Rollout> last_rollout(run.rollout + whole, args.count - whole);
     const Padded<Train> last_train(run.train + whole, args.count - whole);
-    const Two x = load_block<run.kSplit>(last_rollout.columns);
-    const Two y = load_block<run.kSplit>(last_train.columns);
+    const auto last = run.both_head(load_block<run.kSplit>(last_rollout.columns),
+                                    load_block<run.kSplit>(last_train.columns));
     Sums<kExtra> here;
     bool near = true;
-    const auto last = run.template head<Base::kEither, kExtra>(x, y);
     covered = last.may;
-    if (covered) run.template add_based<Base::kEither>(here, last.a, last.b, last.block, near);
-    sums.join(here);
-    if (covered) column = args.count;
+    if (covered) {
+      run.template add_both<true>(here, last, near);
+      sums.join(here);
+      column = args.count;
+    }
   }
-  sums.total().write(sums.has_others(), out);
+  sums.total().write(sums.has_others(), args.infinite, out);
   out.non_finite = std::isnan(out.near_mass + out.far_mass + out.far_train) ||
                    (!covered && !run.are_numbers(column));
   return column;

@@ -76,9 +76,6 @@ struct Simd {
   static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
   static Vector abs(Vector a) { return _mm256_andnot_ps(broadcast(-0.0f), a); }
-  static Vector negate_where(Mask mask, Vector a) {
-    return _mm256_xor_ps(a, _mm256_and_ps(mask, broadcast(-0.0f)));
-  }
   static Vector select(Mask mask, Vector yes, Vector no) { return _mm256_blendv_ps(no, yes, mask); }
   static Vector zero_unless(Mask mask, Vector value) { return _mm256_and_ps(mask, value); }
   static Vector add_where(Mask mask, Vector sum, Vector value) {
@@ -97,6 +94,9 @@ struct Simd {
   static Vector larger_above_zero(Vector a, Vector b) {
     return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
   }
+  // The larger of a and b, which is positive or 0. Where a is the NaN that a difference of two
+  // infinities gives, b: it is a negative one.
+  static Vector larger_number(Vector a, Vector b) { return larger_above_zero(a, b); }
 
   static Mask less_equal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
   static Mask unequal(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_NEQ_UQ); }
@@ -108,7 +108,6 @@ struct Simd {
   static Mask opposite(Mask a) {
     return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(-1)));
   }
-  static Mask none() { return _mm256_setzero_ps(); }
   static bool all(Mask mask) { return _mm256_movemask_ps(mask) == 0xff; }
   static Bits bits(Mask mask) { return _mm256_movemask_ps(mask); }
   static bool any(Mask mask) { return _mm256_movemask_ps(mask) != 0; }

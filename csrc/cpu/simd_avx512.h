@@ -81,9 +81,6 @@ struct Simd {
   static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
   static Vector abs(Vector a) { return _mm512_abs_ps(a); }
-  static Vector negate_where(Mask mask, Vector a) {
-    return _mm512_mask_xor_ps(a, mask, a, broadcast(-0.0f));
-  }
   static Vector select(Mask mask, Vector yes, Vector no) {
     return _mm512_mask_blend_ps(mask, no, yes);
   }
@@ -105,6 +102,9 @@ struct Simd {
   static Vector larger_above_zero(Vector a, Vector b) {
     return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
   }
+  // The larger of a and b, which is positive or 0. Where a is the NaN that a difference of two
+  // infinities gives, b: it is a negative one.
+  static Vector larger_number(Vector a, Vector b) { return larger_above_zero(a, b); }
 
   static Mask less_equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
   static Mask unequal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
@@ -114,7 +114,6 @@ struct Simd {
   static Mask opposite(Mask a) { return Mask(~a); }
   static Mask both(Mask a, Mask b) { return a & b; }
   static Mask but_not(Mask a, Mask b) { return Mask(a & ~b); }
-  static Mask none() { return 0; }
   static bool all(Mask mask) { return mask == 0xffff; }
   static Bits bits(Mask mask) {
     Bits out = mask;

@@ -74,7 +74,6 @@ struct Simd {
   static Vector max(Vector a, Vector b) { return a > b ? a : b; }
   static Vector min(Vector a, Vector b) { return a < b ? a : b; }
   static Vector abs(Vector a) { return Vector(Mask(a) & 0x7fffffff); }
-  static Vector negate_where(Mask mask, Vector a) { return mask ? -a : a; }
   static Vector select(Mask mask, Vector yes, Vector no) { return mask ? yes : no; }
   static Vector zero_unless(Mask mask, Vector value) { return Vector(mask & Mask(value)); }
   static Vector add_where(Mask mask, Vector sum, Vector value) {
@@ -93,6 +92,9 @@ struct Simd {
   static Vector larger_above_zero(Vector a, Vector b) {
     return Vector(Mask(a) > Mask(b) ? Mask(a) : Mask(b));
   }
+  // The larger of a and b, which is positive or 0. Where a is the NaN that a difference of two
+  // infinities gives, b.
+  static Vector larger_number(Vector a, Vector b) { return a > b ? a : b; }
 
   static Mask less_equal(Vector a, Vector b) { return a <= b; }
   static Mask unequal(Vector a, Vector b) { return a != b; }
@@ -102,7 +104,6 @@ struct Simd {
   static Mask both(Mask a, Mask b) { return a & b; }
   static Mask but_not(Mask a, Mask b) { return a & ~b; }
   static Mask opposite(Mask a) { return ~a; }
-  static Mask none() { return Mask{}; }
   static bool all(Mask mask) { return !any(~mask); }
   static Bits bits(Mask mask) {
     Bits out = 0;

@@ -198,6 +198,77 @@ class TestValues:
         x[torch.rand(x.shape, generator=generator) < 0.3] = -INF
         check(x, y, SUMS)
 
+    @pytest.mark.parametrize("noise", (0.05, 2.0))
+    @pytest.mark.parametrize("share", (0.001, 0.02, 0.3, 0.9))
+    def test_each_side_lacks_columns_of_its_own(self, capability, share, noise):
+        # Both divergences are infinite; the masses and what is near keep their digits.
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 2, 20011, generator=generator)
+        y = x + noise * e
+        for lacking in ((x,), (y,), (x, y)):
+            columns = torch.rand(x.shape, generator=generator) < share
+            for side in lacking:
+                side[columns] = -INF
+        check(x, y, SUMS)
+        check(x, y, ("kl", *DIAGNOSTICS))
+        leaf = y.clone().requires_grad_()
+        kl = trm.token_divergence(x, leaf).kl
+        (got,) = torch.autograd.grad(kl, leaf, torch.ones(2))
+        want = torch.softmax(y.double(), -1) - torch.softmax(x.double(), -1)
+        assert float((got - want).norm() / want.norm()) <= GRADIENT_RTOL
+
+    @pytest.mark.parametrize("vocab", (32, 45, 700))
+    def test_one_column_of_each_kind(self, capability, vocab):
+        # One that neither side has must not hide the two that make both divergences infinite.
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(2, 300, vocab, generator=generator)
+        places = torch.rand(x.shape, generator=generator).argsort(-1)
+        for side, columns in ((x, places[:, :2]), (y, places[:, 1:3])):
+            side.scatter_(1, columns, -INF)
+        check(x, y, SUMS)
+        check(x, y, ("kl",))
+
+    @pytest.mark.parametrize("share", (0.01, 0.3))
+    @pytest.mark.parametrize("distance", (15.0, 18.0, 40.0, 150.0, 1e4, 1e30, 3e38))
+    def test_log_ratios_far_both_ways(self, capability, distance, share):
+        # Neither side's mass follows from the other's.
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 2, 5003, generator=generator)
+        y = x + 0.3 * e
+        for side in (x, y):
+            low = torch.rand(x.shape, generator=generator) < share
+            side[low] = (side[low] - distance).clamp(min=-3.3e38)
+        check(x, y, SUMS)
+        check(x, y, ("kl",))
+        y[:, ::7] = -INF
+        check(x, y, ("kl", "tv", "bhattacharyya", "outside_mass"))
+
+    @pytest.mark.parametrize("low", (INF, 1e4, 200.0))
+    @pytest.mark.parametrize("share", (0.95, 0.99, 0.9995))
+    @pytest.mark.parametrize("side", ("rollout", "train", "both"))
+    def test_next_to_nothing_is_left(self, capability, side, share, low):
+        # As of top-k: hardly a column of the side has mass.
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 2, 40009, generator=generator)
+        y = x + 0.3 * e
+        columns = torch.rand(x.shape, generator=generator) < share
+        if side != "train":
+            x[columns] = -low
+        if side != "rollout":
+            y[columns] = -low
+        check(x, y, SUMS)
+        check(x, y, ("kl",))
+
+    def test_a_rollout_spike_before_the_train_side_s(self, capability):
+        # Summed in the frame of what came before, it would drown all that follows.
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 1, 23001, generator=generator)
+        x, y = 3 * x, 3 * x - 1.4 + 0.01 * e
+        x[:, 10089], y[:, 10089] = 40.0, 7.0
+        x[:, 21000:], y[:, 21000:] = 0.2 * x[:, 21000:], 12 * x[:, 21000:]
+        check(x, y, SUMS)
+        check(x, y, ("kl",))
+
     @pytest.mark.parametrize("gaps", (0.0, 0.3))
     @pytest.mark.parametrize("low", (1e3, 3e5, 1e6, 1e7, 1e16, 3e38))
     @pytest.mark.parametrize("side", ("rollout", "train"))
