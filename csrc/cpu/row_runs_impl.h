@@ -409,7 +409,7 @@ struct Sums {
   // column whose base is the rollout are w (e + t) and -w (e + t exp(-t)); where it is the train
   // side they change places.
   template <Base kBase>
-  void add_decay(const Pair& pair, Vector z, const Decay& decay) {
+  void add_decay(Vector z, const Decay& decay) {
     const Vector one = Simd::broadcast(1.0f);
     const Vector weight = decay.weight, value = decay.value;
     const Vector expm1 = Simd::sub(value, one);
@@ -426,13 +426,11 @@ struct Sums {
       rollout_alone = Simd::add_where(decay.far, rollout_alone, weight);
       bent_gap = Simd::fma(weight, psi(), bent_gap);
       if constexpr (kTrainGap) train_gap = Simd::fnma(weight, minus_chi(), train_gap);
-      largest = Simd::larger_number(pair.u, largest);
     } else {
       rollout_gain = Simd::fma(weight, gain, rollout_gain);
       train_alone = Simd::add_where(decay.far, train_alone, weight);
       bent_gap = Simd::fnma(weight, minus_chi(), bent_gap);
       if constexpr (kTrainGap) train_gap = Simd::fma(weight, psi(), train_gap);
-      largest_train = Simd::larger_number(pair.u, largest_train);
     }
     if constexpr (kEntropy) {
       const Vector log_base = natural(z), log_other = Simd::sub(log_base, decay.t);
@@ -484,9 +482,16 @@ struct Sums {
     return far;
   }
 
+  // The log-ratios of columns, whose base is the first side, before any bound.
+  template <Base kBase>
+  void note(const Pair& a, const Pair& b) {
+    Vector& most = kBase == Base::kRollout ? largest : largest_train;
+    most = Simd::larger_number(b.u, Simd::larger_number(a.u, most));
+  }
+
   // Columns where exp(-t) is 0.
   template <Base kBase>
-  void add_alone(const Pair& a, const Pair& b, const Two& z, const Two& t, const Two& weight) {
+  void add_alone(const Two& z, const Two& t, const Two& weight) {
     const Vector one = Simd::broadcast(1.0f);
     const Vector mass = Simd::add(weight.a, weight.b);
     const auto first = [&](Vector sum) {
@@ -501,13 +506,11 @@ struct Sums {
       bent_gap = first(bent_gap);
       if constexpr (kTrainGap) train_gap = Simd::add(train_gap, mass);
       if constexpr (kEntropy) rollout_log = log(rollout_log);
-      largest = Simd::larger_number(b.u, Simd::larger_number(a.u, largest));
     } else {
       train_alone = Simd::add(train_alone, mass);
       bent_gap = Simd::add(bent_gap, mass);
       if constexpr (kTrainGap) train_gap = first(train_gap);
       if constexpr (kEntropy) train_log = log(train_log);
-      largest_train = Simd::larger_number(b.u, Simd::larger_number(a.u, largest_train));
     }
   }
 
@@ -777,8 +780,8 @@ struct Run {
     Decay decay_a, decay_b;
     decays(head.block.z, head.block.t, decay_a, decay_b);
     near &= (Simd::bits(decay_a.far) | Simd::bits(decay_b.far)) == 0;
-    sums.template add_decay<kBase>(head.a, head.block.z.a, decay_a);
-    sums.template add_decay<kBase>(head.b, head.block.z.b, decay_b);
+    sums.template add_decay<kBase>(head.block.z.a, decay_a);
+    sums.template add_decay<kBase>(head.block.z.b, decay_b);
   }
 
   // Adds blocks, from the one at `column` on, while the other side has no mass in them; the first
@@ -789,8 +792,8 @@ struct Run {
       prefetch(column);
       const Head now = lone_head_at<kBase, kExtra>(column);
       if (!now.may) break;
-      sums.template add_alone<kBase>(now.a, now.b, now.block.z, now.block.t,
-                                     poly.exp2(now.block.z));
+      sums.template note<kBase>(now.a, now.b);
+      sums.template add_alone<kBase>(now.block.z, now.block.t, poly.exp2(now.block.z));
     }
     return column;
   }
@@ -838,14 +841,16 @@ template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
 }
 
 // Blocks from `column` to `end`, while their heads allow; the first column not consumed. The next
-// block's head comes before a block's exponentials, so that they overlap.
-template <typename HeadAt, typename Add>
+// block's head comes before a block's exponentials, so that they overlap; `note` takes what would
+// wait for them in a register.
+template <typename HeadAt, typename Note, typename Add>
 [[gnu::always_inline]] inline int64_t add_blocks(int64_t column, int64_t end, HeadAt head_at,
-                                                 Add add) {
+                                                 Note note, Add add) {
   constexpr int64_t kBlock = 2 * Simd::kLanes;
   auto now = head_at(column);
   while (now.may) {
     const bool more = column + kBlock < end;
+    note(now);
     const auto following = head_at(more ? column + kBlock : column);
     add(now);
     column += kBlock;
@@ -888,6 +893,7 @@ template <Base kBase, int kExtra, typename Rollout, typename Train, RunScale kSc
             run.prefetch(at);
             return run.template head_at<kBase, kExtra>(at);
           },
+          [&](const auto& head) { here.template note<kBase>(head.a, head.b); },
           [&](const auto& head) { run.template add_based<kBase>(here, head, near); });
       fits = column == stop;
     }
@@ -931,6 +937,7 @@ template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale k
           run.prefetch(at);
           return run.both_head(run.rollout_block(at), run.train_block(at));
         },
+        [](const auto&) {},
         [&](const auto& head) { run.template add_both<kFinite>(here, head, near); });
     covered = column == end;
     sums.join(here);
