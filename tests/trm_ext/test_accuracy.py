@@ -21,6 +21,12 @@ KINDS = ("flat", "peaked", "sharp")
 OFFSETS = ("none", "log-probs", "+60", "+1e4")
 TEMPERATURES = ((1.0, 1.0), (0.6, 0.6), (0.6, 1.0))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VOCABULARIES = (
+    1000,
+    32768,
+    pytest.param(151936, marks=pytest.mark.slow),
+    pytest.param(262144, marks=pytest.mark.slow),
+)
 
 
 @pytest.fixture(params=("cpu", "emulator-inorder", "cuda"))
@@ -101,15 +107,7 @@ def print_table(title, table, columns):
         print(name.ljust(26) + "".join(f"{v:12.1e}" for v in values))
 
 
-@pytest.mark.parametrize(
-    "vocab",
-    (
-        1000,
-        32768,
-        pytest.param(151936, marks=pytest.mark.slow),
-        pytest.param(262144, marks=pytest.mark.slow),
-    ),
-)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_float32_table(backend, vocab):
     table = {}
     for kind in KINDS:
@@ -124,7 +122,7 @@ def test_float32_table(backend, vocab):
     assert max(map(max, table.values())) <= KL_RTOL
 
 
-@pytest.mark.parametrize("vocab", (1000, pytest.param(151936, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_temperature_table(backend, vocab):
     table = {}
     for kind in KINDS:
@@ -137,7 +135,7 @@ def test_temperature_table(backend, vocab):
     assert max(map(max, table.values())) <= KL_RTOL
 
 
-@pytest.mark.parametrize("vocab", (1000, 32768, pytest.param(151936, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_sixteen_bit_table(backend, vocab):
     table = {}
     for kind in KINDS:
