@@ -36,9 +36,10 @@ constexpr float kWide = 1.0f, kNarrow = 0.3466f;
 // Equal columns round alike, so a chain of n float additions may be off by n 2^-25 of its sum: sums
 // of so many additions each are added up, and those likewise (Chained).
 constexpr int64_t kChain = 32;
-// Blocks in a group, and how many of them must lack a side's mass for such to be looked for.
+// Blocks in a group; how many of them must lack a side's mass for such to be looked for on, and how
+// many in a row at first.
 constexpr int64_t kGroupBlocks = kChain / 2;
-constexpr int64_t kLoneBlocks = 4;
+constexpr int64_t kLoneBlocks = 14, kLoneAhead = 8;
 
 // Two vectors of columns. What is long is written over two at once, so that one's latency hides
 // behind the other's.
@@ -861,8 +862,8 @@ template <typename HeadAt, typename Note, typename Add>
 }
 
 // Blocks that may have this base; ends at another, or after a group of near columns alone. The
-// first column not consumed. Where two blocks after a group lack one side, such blocks are looked
-// for, until a group has few.
+// first column not consumed. Where many blocks in a row lack one side, such are looked for, until a
+// group has fewer: at random, they would cost what they save.
 template <Base kBase, int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 [[gnu::noinline]] int64_t based_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
                                     Loop& next) {
@@ -910,8 +911,10 @@ template <Base kBase, int kExtra, typename Rollout, typename Train, RunScale kSc
     } else if (looks) {
       looks = alone >= kLoneBlocks * kBlock;
     } else {
-      looks = column + kBlock < whole && run.template lone_head_at<kBase, kExtra>(column).may &&
-              run.template lone_head_at<kBase, kExtra>(column + kBlock).may;
+      int64_t lone = column;
+      const int64_t ahead = std::min(column + kLoneAhead * kBlock, whole);
+      while (lone < ahead && run.template lone_head_at<kBase, kExtra>(lone).may) lone += kBlock;
+      looks = lone == column + kLoneAhead * kBlock;
     }
   }
   return column;
