@@ -398,10 +398,10 @@ class Slice {
                   before.excess_train + beside.excess_train);
   }
 
-  // The rollout mass of the total in the units of another state.
-  double mass_in_frame(const DivergenceState<double>& to) const {
+  // The rollout mass of the total in the units of another maximum.
+  double mass_in_frame(double max_rollout) const {
     if (!total_.has_both()) return 0.0;
-    return rollout_mass(total_) * std::exp(total_.max_rollout - to.max_rollout);
+    return rollout_mass(total_) * std::exp(total_.max_rollout - max_rollout);
   }
 
   // The effects of one state in the units of another's frame.
@@ -459,7 +459,7 @@ class Slice {
     if (!total_.has_both()) return false;
     const Frame<double> at = columns_.state_frame(columns_.frame(maxima_));
     const double unit = total_.max_rollout - at.max_rollout;
-    const double rollout = rollout_mass(total_) * std::exp(unit);
+    const double rollout = mass_in_frame(at.max_rollout);
     const double train = train_mass(total_) * std::exp(unit - (total_.shift - at.shift));
     return rollout > 1.0 && train > 1.0;
   }
@@ -486,7 +486,8 @@ class Slice {
       }
       const DivergenceState<double> piece = state_of(frame, sums);
       const ShiftEffect effect(piece);
-      const bool blurs = effect.blurs && rollout_mass(piece) + mass_in_frame(piece) < kOneToken;
+      const bool blurs =
+          effect.blurs && rollout_mass(piece) + mass_in_frame(piece.max_rollout) < kOneToken;
       if (blurs || spoils(piece, effect, joined, kSmallExcess, kMostExcess)) {
         const RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
         consumed = run(better, consumed, sums);  // no further: the shift is that of these columns

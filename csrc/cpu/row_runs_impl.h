@@ -65,6 +65,14 @@ inline Two scale(const Two& a, const Two& z) {
 inline Vector repeat(const Vector&, Vector c) { return c; }
 inline Two repeat(const Two&, Vector c) { return {c, c}; }
 
+// The polynomial of u with these coefficients, that of the highest power first.
+template <typename T, typename... Lower>
+[[gnu::always_inline]] inline T series(const T& u, Vector highest, Vector next, Lower... lower) {
+  T sum = fma(repeat(u, highest), u, next);
+  ((sum = fma(sum, u, lower)), ...);
+  return sum;
+}
+
 // The polynomials, their coefficients kept as whole vectors: a broadcast out of memory costs a turn
 // of the multiply or add pipe, a load does not.
 struct Polynomials {
@@ -96,46 +104,26 @@ struct Polynomials {
   template <typename T>
   T exp2(const T& z) const {
     const T f = fraction(z);
-    T series = fma(repeat(z, e5), f, e4);
-    series = fma(series, f, e3);
-    series = fma(series, f, e2);
-    series = fma(series, f, e1);
-    series = fma(series, f, e0);
-    return scale(series, z);
+    return scale(series(f, e5, e4, e3, e2, e1, e0), z);
   }
 
   // psi(u) / u for |u| <= 1/2: degree-5 minimax of psi(u) / u^2, relative error 5.5e-8. (Degree 4
   // would do for KL, at 8e-7; but the log-ratio of a token inherits that times KL.)
   template <typename T>
   T psi_over_u(const T& u) const {
-    T series = fma(repeat(u, p5), u, p4);
-    series = fma(series, u, p3);
-    series = fma(series, u, p2);
-    series = fma(series, u, p1);
-    series = fma(series, u, p0);
-    return mul(u, series);
+    return mul(u, series(u, p5, p4, p3, p2, p1, p0));
   }
 
   // The same for |u| <= kWide: degree 6, 1.03e-7.
   template <typename T>
   T wide_psi_over_u(const T& u) const {
-    T series = fma(repeat(u, w6), u, w5);
-    series = fma(series, u, w4);
-    series = fma(series, u, w3);
-    series = fma(series, u, w2);
-    series = fma(series, u, w1);
-    series = fma(series, u, w0);
-    return mul(u, series);
+    return mul(u, series(u, w6, w5, w4, w3, w2, w1, w0));
   }
 
   // For |u| <= kNarrow: degree 4, 1.3e-7.
   template <typename T>
   T narrow_psi_over_u(const T& u) const {
-    T series = fma(repeat(u, r4), u, r3);
-    series = fma(series, u, r2);
-    series = fma(series, u, r1);
-    series = fma(series, u, r0);
-    return mul(u, series);
+    return mul(u, series(u, r4, r3, r2, r1, r0));
   }
 };
 
