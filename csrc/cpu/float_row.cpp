@@ -23,7 +23,7 @@ constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean
 // How many times the slice's KL the shift's doing, (L - c)^2 / 2, may be in all: beyond, a run is
 // summed again, unless its own part is small. And in one part, before the next run gets a frame of
 // its own.
-constexpr double kMostExcess = 4.0;
+constexpr double kMostExcess = 6.0;
 constexpr double kSmallExcess = 0.125;
 constexpr double kFrameExcess = 0.25;
 // Columns with less rollout mass, that of the largest logit being 1, say nothing of a shift; in the
@@ -31,13 +31,20 @@ constexpr double kFrameExcess = 0.25;
 constexpr double kLeastMass = 0x1p-60;
 // Rollout mass, that of the largest logit being 1, that is one token's.
 constexpr double kOneToken = 1.2;
-// Part of the slice's KL that the rounding of x - y may be: beyond, it is restored. Where the KL is
-// infinite, only the shift's own digits count.
-constexpr double kMostRounding = 2e-7;
-constexpr double kLargestRoundedShift = 8.0;
+// Part of the slice's KL that the rounding of x - y may be, by what is known before a run, and
+// after it: beyond, it is restored.
+constexpr double kExpectedRounding = 2e-7, kMostRounding = 4e-7;
+// The mean log-ratio inherits 2^-24 of the shift, and of what log-ratios train mass has: shifts up
+// to which that may be, where the KL is infinite also, and shift and KL where a token's log-ratio
+// is asked for.
+constexpr float kLargestRoundedShift = 16.0f, kInfiniteRoundedShift = 8.0f;
+constexpr double kTokenRoundedShift = 1.0, kTokenRoundedKl = 0.1;
 constexpr double kLog2e = 1.4426950408889634;
-// How far a logit may stand above its frame, see frame_slack(), in powers of 2.
-constexpr float kSlack = static_cast<float>(frame_slack<float>() * kLog2e);
+// How far a logit may stand above its frame, in powers of 2, at least and at most. In between, as
+// far as it is not one token with next to all mass (kOneToken): such a one needs a frame of its
+// own.
+constexpr double kLeastSlack = frame_slack<float>() * kLog2e;
+constexpr double kMostSlack = 7.0;
 // Rows beyond these take doubles: a difference of two logits may not be representable; the
 // rollout's maximum times the rate must round to something within a small part of a nat.
 constexpr float kLargest = 1e30f;
@@ -71,14 +78,16 @@ class RowColumns {
   double train_temperature() const { return train_temperature_; }
 
   // A frame in the run's units: those of the stored logits, tempered where the scale is mixed. The
-  // rollout's maximum becomes what the rounding of its product with the rate makes it.
-  RunFrame run_frame(Frame<double> frame, bool plain = false) const {
+  // rollout's maximum becomes what the rounding of its product with the rate makes it. `rounds`:
+  // the shift may become a float, too.
+  RunFrame run_frame(Frame<double> frame, bool rounds = false) const {
     RunFrame out;
     out.origin = static_cast<float>(frame.max_rollout * rate_);
     out.max_rollout = static_cast<float>(frame.max_rollout);
     out.shift = static_cast<float>(frame.shift);
-    out.plain = plain || differences_are_exact(out);
-    out.shift_low = out.plain ? 0.0f : static_cast<float>(frame.shift - out.shift);
+    out.plain = differences_are_exact(out);
+    rounds = rounds || out.plain;
+    out.shift_low = rounds ? 0.0f : static_cast<float>(frame.shift - out.shift);
     const double train_max = max_rollout(out) - (static_cast<double>(out.shift) + out.shift_low);
     out.train_max = static_cast<float>(train_max);
     out.train_max_low = static_cast<float>(train_max - out.train_max);
@@ -99,20 +108,22 @@ class RowColumns {
                               in_units(maxima.train, train_temperature_)));
   }
 
-  // As frame(), with another shift. `plain`: the rounding of x - y does not matter.
-  RunFrame frame(RunMaxima maxima, double shift, bool plain = false) const {
+  // As frame(), with about another shift.
+  RunFrame frame(RunMaxima maxima, double shift) const {
     const double unit = mixed() ? 1.0 : rollout_temperature_;
-    return run_frame({in_units(maxima.rollout, rollout_temperature_), shift * unit}, plain);
+    return run_frame({in_units(maxima.rollout, rollout_temperature_), shift * unit},
+                     std::fabs(shift * unit) <= kLargestRoundedShift);
   }
 
   bool have_plain_runs() const {
     return !scaled() && (run_type(rollout_.type) == 0) == (run_type(train_.type) == 0);
   }
 
-  // The train side's slack: a frame whose shift is not that of the maxima lies elsewhere.
+  // The train side's slack beyond the rollout's: a frame whose shift is not that of the maxima lies
+  // elsewhere.
   float train_slack(const RunFrame& frame, RunMaxima maxima) const {
     const double above = in_units(maxima.train, train_temperature_) - frame.train_max;
-    return kSlack + static_cast<float>(std::max(0.0, above * rate_));
+    return static_cast<float>(std::max(0.0, above * rate_));
   }
 
   // The frame of the tempered logits that a run's frame stands for.
@@ -142,8 +153,6 @@ class RowColumns {
     run.train_high = train_inverse_.high;
     run.train_low = train_inverse_.low;
     run.rate = rate_;
-    run.slack = kSlack;
-    run.train_slack = kSlack;
     return run;
   }
 
@@ -319,7 +328,8 @@ class Slice {
         end_(range.end),
         carried_(carried_by(args.outputs)),
         extra_((carried_ & kCarriesTrainGap ? kRunTrainGap : 0) |
-               (carried_ & kCarriesEntropy ? kRunEntropy : 0)) {
+               (carried_ & kCarriesEntropy ? kRunEntropy : 0)),
+        has_token_((args.outputs & kTokenOutputs) != 0) {
     total_.flags = carried_;
   }
 
@@ -346,6 +356,22 @@ class Slice {
   const DivergenceState<double>& total() const { return total_; }
 
  private:
+  // What is known of all columns, in the units of a part: so much rollout mass, KL times mass, at
+  // least; and whether the KL is infinite.
+  struct Known {
+    double mass, kl;
+    bool infinite;
+
+    Known with(const DivergenceState<double>& piece, const ShiftEffect& effect) const {
+      return {mass + rollout_mass(piece), kl + effect.kl, infinite || piece.has(kSupportViolation)};
+    }
+  };
+  Known known_with(const DivergenceState<double>& part, const ShiftEffect& effect) const {
+    const Known total = {mass_in_frame(part.max_rollout), in_frame(settled_, total_, part).kl,
+                         total_.has(kSupportViolation)};
+    return total.with(part, effect);
+  }
+
   DivergenceState<double> fresh(const RunFrame& frame) const {
     const Frame<double> state_frame = columns_.state_frame(frame);
     DivergenceState<double> state;
@@ -361,11 +387,13 @@ class Slice {
   }
 
   // Sums at most `count` columns; how many it consumed.
-  int64_t run(const RunFrame& frame, int64_t count, RunSums& sums) {
+  int64_t run(const RunFrame& frame, const Known& known, int64_t count, RunSums& sums) {
     RunArgs args = columns_.at(column_, count);
     args.frame = frame;
-    args.train_slack = columns_.train_slack(frame, maxima_);
-    args.infinite = total_.has(kSupportViolation);
+    const double slack = std::log2(known.mass / (kOneToken - 1.0));
+    args.slack = static_cast<float>(std::clamp(slack, kLeastSlack, kMostSlack));
+    args.train_slack = args.slack + columns_.train_slack(frame, maxima_);
+    args.infinite = known.infinite;
     const RowRuns& runs = columns_.runs();
     const int x = columns_.rollout_type(), y = columns_.train_type();
     const auto sum = columns_.scaled() ? runs.sum_scaled[columns_.mixed()][extra_ != 0]
@@ -433,22 +461,21 @@ class Slice {
     settled_.excess_train = old.excess_train + fresh.excess_train;
   }
 
-  // The next part's frame where its shift is the mean log-ratio of what is summed.
-  RunFrame frame_of_the_mean() const {
-    const double shift = mean_log_ratio(total_);
-    const bool plain =
-        columns_.have_plain_runs() && extra_ == kRunPlain && rounding_is_small(shift);
-    return columns_.frame(maxima_, shift, plain);
-  }
-
-  // Whether a run with this shift may leave out the rounding of x - y, at most 2^-24 (|c| + |u|).
-  // It enters G with p - q: as 2^-24 |c| times S sum |p - q|, at most S sqrt(2 KL) by Pinsker, and
-  // 2 S. The sums so far stand for the run's.
-  bool rounding_is_small(double shift) const {
-    if (total_.has(kSupportViolation)) return std::fabs(shift) <= kLargestRoundedShift;
-    const double mass = rollout_mass(total_);
-    const double apart = std::min(std::sqrt(2.0 * mass * settled_.kl), 2.0 * mass);
-    return 0x1p-24 * std::fabs(shift) * apart <= kMostRounding * settled_.kl;
+  // Whether a run in this frame may leave out the rounding of x - y, at most 2^-24 (|c| + |u|). It
+  // enters G with p - q: as 2^-24 |c| S sum |p - q|, and the sum is at most sqrt(2 KL), by Pinsker,
+  // and 2.
+  bool may_be_plain(const RunFrame& frame, const Known& known, double most) const {
+    if (columns_.differences_are_exact(frame)) return true;
+    if (!columns_.have_plain_runs() || extra_ != kRunPlain || frame.shift_low != 0.0f) return false;
+    const float shift = std::fabs(frame.shift);
+    if (shift > (known.infinite ? kInfiniteRoundedShift : kLargestRoundedShift)) return false;
+    if (has_token_) {
+      const bool close = shift <= kTokenRoundedShift && known.kl <= kTokenRoundedKl * known.mass;
+      if (known.infinite || !close) return false;
+    }
+    if (known.infinite) return true;
+    const double apart = std::min(std::sqrt(2.0 * known.mass * known.kl), 2.0 * known.mass);
+    return known.kl > 0.0 && 0x1p-24 * shift * apart <= most * known.kl;
   }
 
   // A run is at most twice as long as what is summed already: its shift is that of those columns.
@@ -469,28 +496,38 @@ class Slice {
   // the mass, exactly.
   bool add_part(bool has_new_maxima) {
     const bool starts = has_new_maxima && !outweighs_the_maxima();
-    const RunFrame frame = seen() == 0 ? RunFrame{}
-                           : starts    ? columns_.frame(maxima_)
-                                       : frame_of_the_mean();
+    RunFrame frame = seen() == 0 ? RunFrame{}
+                     : starts    ? columns_.frame(maxima_)
+                                 : columns_.frame(maxima_, mean_log_ratio(total_));
     int64_t most = starts ? kFirstColumns : longest();
     DivergenceState<double> part = fresh(frame);
     ShiftEffect joined;  // of the part
     bool covered = true, moves = false, alone = true;
     while (covered && !moves && column_ < end_) {
       const int64_t count = std::min(most, end_ - column_);
+      const Known known = known_with(part, joined);
+      frame.plain = may_be_plain(frame, known, kExpectedRounding);
       RunSums sums;
-      int64_t consumed = run(frame, count, sums);
+      int64_t consumed = run(frame, known, count, sums);
+      DivergenceState<double> piece = state_of(frame, sums);
+      ShiftEffect effect(piece);
+      if (frame.plain && !may_be_plain(frame, known.with(piece, effect), kMostRounding)) {
+        frame.plain = false;
+        consumed = run(frame, known, consumed, sums);
+        piece = state_of(frame, sums);
+        effect = ShiftEffect(piece);
+      }
       if (sums.non_finite) {
         total_.flags |= kNonFinite;
         return false;
       }
-      const DivergenceState<double> piece = state_of(frame, sums);
-      const ShiftEffect effect(piece);
-      const bool blurs =
-          effect.blurs && rollout_mass(piece) + mass_in_frame(piece.max_rollout) < kOneToken;
-      if (blurs || spoils(piece, effect, joined, kSmallExcess, kMostExcess)) {
-        const RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
-        consumed = run(better, consumed, sums);  // no further: the shift is that of these columns
+      const Known now = known.with(piece, effect);
+      if ((effect.blurs && now.mass < kOneToken) ||
+          spoils(piece, effect, joined, kSmallExcess, kMostExcess)) {
+        RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
+        better.plain = may_be_plain(better, now, kMostRounding);
+        // No further: the shift is that of these columns.
+        consumed = run(better, known, consumed, sums);
         join(state_of(better, sums), {});
         moves = true;
       } else {
@@ -514,6 +551,7 @@ class Slice {
   const int64_t end_;
   const uint32_t carried_;
   const int extra_;
+  const bool has_token_;  // asked for
   RunMaxima maxima_ = {-infinity<float>(), -infinity<float>()};
   DivergenceState<double> total_;
   ShiftEffect settled_;  // of the total

@@ -36,10 +36,13 @@ constexpr float kWide = 1.0f, kNarrow = 0.3466f;
 // Equal columns round alike, so a chain of n float additions may be off by n 2^-25 of its sum: sums
 // of so many additions each are added up, and those likewise (Chained).
 constexpr int64_t kChain = 32;
-// Blocks in a group; how many of them must lack a side's mass for such to be looked for on, and how
-// many in a row at first.
+// Blocks in a group, and how many of them must lack a side's mass for such to be looked for on.
 constexpr int64_t kGroupBlocks = kChain / 2;
-constexpr int64_t kLoneBlocks = 14, kLoneAhead = 8;
+constexpr int64_t kLoneBlocks = 14;
+// A loop with one base that ends sooner, in blocks, was not worth its start: the loop that takes
+// any block goes on, and until so many groups in a row might have had one base.
+constexpr int64_t kWorthwhile = 64;
+constexpr int64_t kFittingGroups = 4;
 
 // Two vectors of columns. What is long is written over two at once, so that one's latency hides
 // behind the other's.
@@ -361,13 +364,14 @@ struct Sums {
   Vector train_gain, rollout_alone;  // base: the rollout
   Vector rollout_gain, train_alone;  // base: the train side
   Vector train_gap, rollout_log, train_log;
-  // Of u and -u, where it is positive: infinite where one side lacks a column.
-  Vector largest, largest_train;
+  // Of u and -u, where it is positive: infinite where one side lacks a column. And the least u,
+  // where it is negative.
+  Vector largest, largest_train, least;
 
   Sums() {
     near_mass = near_first = near_gap = Simd::broadcast(0.0f);
     bent_gap = train_gain = rollout_alone = rollout_gain = train_alone = near_mass;
-    largest = largest_train = near_mass;
+    largest = largest_train = least = near_mass;
     train_gap = rollout_log = train_log = near_mass;
   }
 
@@ -436,39 +440,45 @@ struct Sums {
   }
 
   // Any columns, from both masses; ratio = psi(u) / u where near. Which ones are not near. Unless
-  // kFinite, G does not matter.
+  // kFinite, G does not matter. close_both() follows, when a group is done.
   template <bool kFinite>
   Mask add_both(const Pair& pair, Vector train_power, Vector rollout, Vector train, Vector ratio) {
     const Vector u = pair.u;
     const Mask near = Simd::less_equal(Simd::abs(u), Simd::broadcast(kFinite ? kWide : kNarrow));
     const Mask far = Simd::opposite(near);
-    const Vector step = Simd::fms(u, ratio, u);
     near_mass = Simd::add_where(near, near_mass, rollout);
-    train_gain = Simd::fma_where(near, rollout, step, train_gain);
     rollout_alone = Simd::add_where(far, rollout_alone, rollout);
     train_alone = Simd::add_where(far, train_alone, train);
     largest = Simd::larger_number(u, largest);
-    // Not its sign's bit turned: u of a column that neither side has is a NaN.
-    largest_train = Simd::larger_number(Simd::sub(Simd::broadcast(0.0f), u), largest_train);
+    least =
+        Simd::min(u, least);  // of NaN, which u is where neither side has the column, the second
     if constexpr (kFinite) {
       // Bounded where its product is with a mass that may be 0; of NaN, the bound.
       Vector t = Simd::max(u, Simd::broadcast(-kLargestFloat));
       if constexpr (kTrainGap) t = Simd::min(t, Simd::broadcast(kLargestFloat));
-      const Vector psi = Simd::mul(u, ratio);
-      bent_gap = Simd::add_where(far, bent_gap, Simd::sub(train, rollout));
-      bent_gap = Simd::fma(rollout, Simd::select(near, psi, t), bent_gap);
+      const Vector moment = Simd::mul(rollout, t);
+      near_first = Simd::add_where(near, near_first, moment);
+      near_gap = Simd::fma_where(near, moment, ratio, near_gap);
+      bent_gap = Simd::add_where(far, bent_gap, moment);
       if constexpr (kTrainGap) {
-        const Vector minus_chi = Simd::fma(u, step, psi);
-        const Vector mass = Simd::select(near, rollout, train);
+        train_gap = Simd::fma_where(near, moment, chi_over_u(u, ratio), train_gap);
         train_gap = Simd::add_where(far, train_gap, Simd::sub(rollout, train));
-        train_gap = Simd::fnma(mass, Simd::select(near, minus_chi, t), train_gap);
+        train_gap = Simd::fma_where(far, train, Simd::sub(Simd::broadcast(0.0f), t), train_gap);
       }
+    } else {
+      train_gain = Simd::fma_where(near, rollout, Simd::fms(u, ratio, u), train_gain);
     }
     if constexpr (kEntropy) {
       rollout_log = Simd::fma(rollout, natural(pair.power), rollout_log);
       train_log = Simd::fma(train, natural(train_power), train_log);
     }
     return far;
+  }
+
+  // Of a group of add_both() alone: G of what is not near, and the sign of the least log-ratio.
+  void close_both() {
+    bent_gap = Simd::add(bent_gap, Simd::sub(train_alone, rollout_alone));
+    largest_train = Simd::sub(Simd::broadcast(0.0f), least);
   }
 
   // The log-ratios of columns, whose base is the first side, before any bound.
@@ -503,9 +513,23 @@ struct Sums {
     }
   }
 
+  // Whether the side that is not the base has added nothing.
+  template <Base kBase>
+  bool is_alone() const {
+    const Vector gain = kBase == Base::kRollout ? train_gain : rollout_gain;
+    const Vector most = Simd::larger_magnitude(near_mass, gain);
+    return Simd::all(Simd::less_equal(most, Simd::broadcast(0.0f)));
+  }
+
   static bool any_finite_from(float least, Vector value) {
     return Simd::any(Simd::both(Simd::less_equal(Simd::broadcast(least), value),
                                 Simd::less(value, Simd::broadcast(kInf))));
+  }
+
+  // Whether every log-ratio of this base to the other is at least so much.
+  template <Base kBase>
+  bool has_all_from(float bound) const {
+    return -Simd::largest(kBase == Base::kRollout ? largest_train : largest) >= bound;
   }
 
   // Whether there is a log-ratio that counts and that loops with one base bound.
@@ -606,9 +630,15 @@ class Chained {
   bool others_ = false;
 };
 
-// Which loop a run's next block belongs to: near columns; one base; both exponentials, and the same
-// where the KL is infinite.
-enum class Loop { kNear, kRollout, kTrain, kBoth, kInfinite };
+// Which loop a run's next block belongs to: near columns; one base, and the same where the other
+// side lacks most blocks; both exponentials, and the same where the KL is infinite.
+enum class Loop { kNear, kRollout, kTrain, kRolloutAlone, kTrainAlone, kBoth, kInfinite };
+
+template <Base kBase, bool kLooks>
+constexpr Loop based_loop() {
+  if (kBase == Base::kRollout) return kLooks ? Loop::kRolloutAlone : Loop::kRollout;
+  return kLooks ? Loop::kTrainAlone : Loop::kTrain;
+}
 
 // The run's inputs and constants.
 template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
@@ -621,6 +651,7 @@ struct Run {
   const int64_t count;
   const Columns<kScale> columns;
   const Polynomials poly;
+  const Polynomials train_poly;  // of train powers taken roughly
   const Vector limit = Simd::constant(near_limit<float>());
   const Vector slack, train_slack;
   const Vector infinite = Simd::constant(kInf);
@@ -631,12 +662,12 @@ struct Run {
   const Vector ln2 = Simd::constant(kLn2);
   const Vector to_integer = Simd::constant(0x1.8p23f);  // added and subtracted, it rounds
 
-  [[gnu::always_inline]] explicit Run(const RunArgs& args, float factor = 1.0f)
+  [[gnu::always_inline]] explicit Run(const RunArgs& args)
       : rollout(static_cast<const Rollout*>(args.rollout)),
         train(static_cast<const Train*>(args.train)),
         count(args.count),
         columns(args),
-        poly(factor),
+        train_poly(args.frame.train_factor),
         slack(Simd::constant(args.slack)),
         train_slack(Simd::constant(args.train_slack)) {}
 
@@ -678,21 +709,37 @@ struct Run {
         Simd::both(Simd::less_equal(Simd::larger_magnitude(a.u, b.u), limit), covered(a, b)));
   }
 
+  // Whether what the second word of the train side's origin adds to all exponents is in the
+  // polynomial instead.
+  template <int kExtra>
+  static constexpr bool kRough = kScale != RunScale::kMixed && !(kExtra & kRunEntropy);
+
+  template <bool kRoughly>
+  const Polynomials& train_polynomials() const {
+    if constexpr (kRoughly) return train_poly;
+    return poly;
+  }
+  template <Base kBase, int kExtra>
+  const Polynomials& polynomials() const {
+    return train_polynomials<kBase == Base::kTrain && kRough<kExtra>>();
+  }
+
   // With t = v - k ln 2 and |v| <= ln 2 / 2, exp(-t) = 2^k (1 - v + psi(v)): one exponential of the
   // base, and this one, step by step beside it. Where k = 0 psi(t) is psi(v).
-  [[gnu::always_inline]] void decays(const Two& z, const Two& t, Decay& a, Decay& b) const {
+  [[gnu::always_inline]] void decays(const Polynomials& of_base, const Two& z, const Two& t,
+                                     Decay& a, Decay& b) const {
     const Two rounded = fma(t, Two{minus_log2e, minus_log2e}, to_integer);
     const Two f = fraction(z);
     const Two k = {Simd::sub(rounded.a, to_integer), Simd::sub(rounded.b, to_integer)};
-    Two series = fma(Two{poly.e5, poly.e5}, f, poly.e4);
+    Two series = fma(Two{of_base.e5, of_base.e5}, f, of_base.e4);
     const Two v = fma(k, Two{ln2, ln2}, t);
-    series = fma(series, f, poly.e3);
+    series = fma(series, f, of_base.e3);
     Two ratio = fma(Two{poly.r4, poly.r4}, v, poly.r3);
-    series = fma(series, f, poly.e2);
+    series = fma(series, f, of_base.e2);
     ratio = fma(ratio, v, poly.r2);
-    series = fma(series, f, poly.e1);
+    series = fma(series, f, of_base.e1);
     ratio = fma(ratio, v, poly.r1);
-    series = fma(series, f, poly.e0);
+    series = fma(series, f, of_base.e0);
     ratio = fma(ratio, v, poly.r0);
     const Two weight = scale(series, z);
     const Two psi = mul(v, mul(v, ratio));
@@ -704,11 +751,6 @@ struct Run {
          psi.b,    step.b,
          t.b,      Simd::unequal(rounded.b, to_integer)};
   }
-
-  // Whether what the second word of the train side's origin adds to all exponents is in the
-  // polynomial instead.
-  template <int kExtra>
-  static constexpr bool kRough = kScale != RunScale::kMixed && !(kExtra & kRunEntropy);
 
   // A block as columns of one base.
   struct Based {
@@ -767,7 +809,7 @@ struct Run {
   template <Base kBase, int kExtra>
   [[gnu::always_inline]] void add_based(Sums<kExtra>& sums, const Head& head, bool& near) const {
     Decay decay_a, decay_b;
-    decays(head.block.z, head.block.t, decay_a, decay_b);
+    decays(polynomials<kBase, kExtra>(), head.block.z, head.block.t, decay_a, decay_b);
     near &= (Simd::bits(decay_a.far) | Simd::bits(decay_b.far)) == 0;
     sums.template add_decay<kBase>(head.block.z.a, decay_a);
     sums.template add_decay<kBase>(head.block.z.b, decay_b);
@@ -782,7 +824,8 @@ struct Run {
       const Head now = lone_head_at<kBase, kExtra>(column);
       if (!now.may) break;
       sums.template note<kBase>(now.a, now.b);
-      sums.template add_alone<kBase>(now.block.z, now.block.t, poly.exp2(now.block.z));
+      sums.template add_alone<kBase>(now.block.z, now.block.t,
+                                     polynomials<kBase, kExtra>().exp2(now.block.z));
     }
     return column;
   }
@@ -793,11 +836,13 @@ struct Run {
     Two train_power;
     bool may;
   };
+  template <int kExtra>
   [[gnu::always_inline]] BothHead both_head(const Two& x, const Two& y) const {
     BothHead out;
     out.a = pair(x.a, y.a);
     out.b = pair(x.b, y.b);
-    out.train_power = {columns.train_power(out.a), columns.train_power(out.b)};
+    out.train_power = {columns.template train_power<kRough<kExtra>>(out.a),
+                       columns.template train_power<kRough<kExtra>>(out.b)};
     const Vector highest = Simd::larger_above_zero(out.train_power.a, out.train_power.b);
     out.may = Simd::all(Simd::both(covered(out.a, out.b), Simd::less_equal(highest, train_slack)));
     return out;
@@ -806,7 +851,7 @@ struct Run {
   [[gnu::always_inline]] void add_both(Sums<kExtra>& sums, const BothHead& head, bool& near) const {
     const Two u = {head.a.u, head.b.u};
     const Two rollout = poly.exp2(Two{head.a.power, head.b.power});
-    const Two train = poly.exp2(head.train_power);
+    const Two train = train_polynomials<kRough<kExtra>>().exp2(head.train_power);
     const Two ratio = kFinite ? poly.wide_psi_over_u(u) : poly.narrow_psi_over_u(u);
     const Mask far_a =
         sums.template add_both<kFinite>(head.a, head.train_power.a, rollout.a, train.a, ratio.a);
@@ -850,18 +895,16 @@ template <typename HeadAt, typename Note, typename Add>
 }
 
 // Blocks that may have this base; ends at another, or after a group of near columns alone. The
-// first column not consumed. Where many blocks in a row lack one side, such are looked for, until a
-// group has fewer: at random, they would cost what they save.
-template <Base kBase, int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
+// first column not consumed. After a group that lacks the other side, blocks that do are looked for
+// (kLooks), until a group has few: at random, they would cost what they save.
+template <Base kBase, bool kLooks, int kExtra, typename Rollout, typename Train, RunScale kScale,
+          bool kResidue>
 [[gnu::noinline]] int64_t based_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
                                     Loop& next) {
-  using ThisRun = Run<Rollout, Train, kScale, kResidue>;
-  constexpr int64_t kBlock = ThisRun::kBlock;
-  constexpr bool kFactor = kBase == Base::kTrain && ThisRun::template kRough<kExtra>;
-  const ThisRun run(args, kFactor ? args.frame.train_factor : 1.0f);
-  const int64_t whole = run.count / kBlock * kBlock;
+  const Run<Rollout, Train, kScale, kResidue> run(args);
+  constexpr int64_t kBlock = run.kBlock;
+  const int64_t whole = run.count / kBlock * kBlock, start = column;
   const Loop from = next;
-  bool looks = false;
   while (next == from && column < whole) {
     bool near = true, fits = true;
     Sums<kExtra> here;
@@ -869,13 +912,13 @@ template <Base kBase, int kExtra, typename Rollout, typename Train, RunScale kSc
     const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
     int64_t alone = 0;
     while (fits && column < end) {
-      if (looks) {
+      if constexpr (kLooks) {
         const int64_t first = column;
         column = run.template add_alone<kBase>(here, column, end);
         alone += column - first;
         if (column == end) break;
       }
-      const int64_t stop = looks ? column + kBlock : end;
+      const int64_t stop = kLooks ? column + kBlock : end;
       column = add_blocks(
           column, stop,
           [&](int64_t at) {
@@ -893,23 +936,22 @@ template <Base kBase, int kExtra, typename Rollout, typename Train, RunScale kSc
     sums.join(here);
     if (!fits) {
       next = loop_at<Rollout, Train, kScale, kResidue>(args, column);
-      if (next == from) next = Loop::kBoth;  // by a rounding
+      const bool again = next == based_loop<kBase, false>();  // by a rounding
+      const bool based = next == Loop::kRollout || next == Loop::kTrain;
+      if (again || (based && column - start < kWorthwhile * kBlock)) next = Loop::kBoth;
     } else if (near && alone == 0) {
       next = Loop::kNear;
-    } else if (looks) {
-      looks = alone >= kLoneBlocks * kBlock;
-    } else {
-      int64_t lone = column;
-      const int64_t ahead = std::min(column + kLoneAhead * kBlock, whole);
-      while (lone < ahead && run.template lone_head_at<kBase, kExtra>(lone).may) lone += kBlock;
-      looks = lone == column + kLoneAhead * kBlock;
+    } else if constexpr (kLooks) {
+      if (alone < kLoneBlocks * kBlock) next = based_loop<kBase, false>();
+    } else if (kExtra == kRunPlain && here.template is_alone<kBase>()) {
+      next = based_loop<kBase, true>();
     }
   }
   return column;
 }
 
 // Any blocks; ends where the frame does not cover, or after a group of near columns alone. If
-// kFinite, also where the KL proves not to be, or at a block that may have one base.
+// kFinite, also where the KL proves not to be, or after groups that might have had one base.
 template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale kScale,
           bool kResidue>
 [[gnu::noinline]] int64_t both_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
@@ -918,6 +960,7 @@ template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale k
   constexpr int64_t kBlock = run.kBlock;
   const int64_t whole = run.count / kBlock * kBlock;
   const Loop from = next;
+  int64_t rollout_groups = 0, train_groups = 0;
   while (next == from && covered && column < whole) {
     bool near = true;
     Sums<kExtra> here;
@@ -926,20 +969,25 @@ template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale k
         column, end,
         [&](int64_t at) {
           run.prefetch(at);
-          return run.both_head(run.rollout_block(at), run.train_block(at));
+          return run.template both_head<kExtra>(run.rollout_block(at), run.train_block(at));
         },
         [](const auto&) {},
         [&](const auto& head) { run.template add_both<kFinite>(here, head, near); });
     covered = column == end;
+    here.close_both();
     sums.join(here);
     if (near) {
       next = Loop::kNear;
     } else if (kFinite && kExtra == kRunPlain && Simd::largest(here.largest) == kInf) {
       next = Loop::kInfinite;
-    } else if (kFinite && covered && column < whole && !here.has_remote() &&
-               (run.template head_at<Base::kRollout, kExtra>(column).may ||
-                run.template head_at<Base::kTrain, kExtra>(column).may)) {
-      next = loop_at<Rollout, Train, kScale, kResidue>(args, column);
+    } else if constexpr (kFinite) {
+      const bool remote = here.has_remote();
+      const auto fits = [&]<Base kBase>(int64_t& groups) {
+        groups = !remote && here.template has_all_from<kBase>(-kClose) ? groups + 1 : 0;
+        return groups >= kFittingGroups;
+      };
+      if (fits.template operator()<Base::kRollout>(rollout_groups)) next = Loop::kRollout;
+      if (fits.template operator()<Base::kTrain>(train_groups)) next = Loop::kTrain;
     }
   }
   return column;
@@ -970,13 +1018,16 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
       }
       sums.join_near(here);
     }
-    if (loop == Loop::kRollout) {
-      column = based_run<Base::kRollout, kExtra, Rollout, Train, kScale, kResidue>(args, column,
-                                                                                   sums, loop);
-    }
-    if (loop == Loop::kTrain) {
-      column = based_run<Base::kTrain, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums,
-                                                                                 loop);
+    const auto based = [&]<Base kBase, bool kLooks>() {
+      if (loop != based_loop<kBase, kLooks>()) return;
+      column = based_run<kBase, kLooks, kExtra, Rollout, Train, kScale, kResidue>(args, column,
+                                                                                  sums, loop);
+    };
+    based.template operator()<Base::kRollout, false>();
+    based.template operator()<Base::kTrain, false>();
+    if constexpr (kExtra == kRunPlain) {
+      based.template operator()<Base::kRollout, true>();
+      based.template operator()<Base::kTrain, true>();
     }
     // Where other sums need the gaps, too, they stay.
     if (loop == Loop::kBoth && kExtra == kRunPlain && args.infinite) loop = Loop::kInfinite;
@@ -994,13 +1045,14 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
   if (covered && column < args.count) {
     const Padded<Rollout> last_rollout(run.rollout + whole, args.count - whole);
     const Padded<Train> last_train(run.train + whole, args.count - whole);
-    const auto last = run.both_head(load_block<run.kSplit>(last_rollout.columns),
-                                    load_block<run.kSplit>(last_train.columns));
+    const auto last = run.template both_head<kExtra>(load_block<run.kSplit>(last_rollout.columns),
+                                                     load_block<run.kSplit>(last_train.columns));
     Sums<kExtra> here;
     bool near = true;
     covered = last.may;
     if (covered) {
       run.template add_both<true>(here, last, near);
+      here.close_both();
       sums.join(here);
       column = args.count;
     }

@@ -243,7 +243,7 @@ class TestValues:
         y[:, ::7] = -INF
         check(x, y, ("kl", "tv", "bhattacharyya", "outside_mass"))
 
-    @pytest.mark.parametrize("low", (INF, 1e4, 200.0))
+    @pytest.mark.parametrize("low", (INF, 1e9, 1e4, 200.0))
     @pytest.mark.parametrize("share", (0.95, 0.99, 0.9995))
     @pytest.mark.parametrize("side", ("rollout", "train", "both"))
     def test_next_to_nothing_is_left(self, capability, side, share, low):
@@ -268,6 +268,38 @@ class TestValues:
         x[:, 21000:], y[:, 21000:] = 0.2 * x[:, 21000:], 12 * x[:, 21000:]
         check(x, y, SUMS)
         check(x, y, ("kl",))
+
+    def test_columns_that_say_nothing_come_first(self, capability):
+        # Neither of the KL, nor of whether it needs the rounding of x - y.
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.full((2, 6, 32768), -INF)
+        columns = 1100 + torch.randperm(1900, generator=generator)[:28]
+        x[:, columns] = -3.3322
+        y[:, columns] = 5e-5 * torch.randn(6, 28, generator=generator)
+        check(x.bfloat16(), y.bfloat16(), ("kl",))
+
+    def test_near_columns_outweigh_the_far_ones_before_them(self, capability):
+        # What the far ones' KL allows to round, these do not; here all roundings of x - y add up.
+        x, y = torch.full((2, 1, 32768), -INF)
+        x[:, :40:2], y[:, :40:2] = 5.5, -9.5
+        x[:, 1:40:2], y[:, 1:40:2] = -9.5, 5.5 - 6.125
+        ulp = 2.0**-22
+        for place, difference in ((9216, 6.115), (9217, 6.135)):
+            steps = round(difference / ulp)
+            steps += (1 if place % 2 else 3) - steps % 4
+            x[:, place::2], y[:, place::2] = 10.0, 10.0 - steps * ulp
+            rounding = (x - y)[0, place].double() - steps * ulp
+            assert rounding == (-ulp if place % 2 else ulp)
+        check(x, y, ("kl",))
+
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+    @pytest.mark.parametrize("offset", (1e6, 1e9))
+    def test_sides_far_apart_as_a_whole(self, capability, offset, dtype):
+        # The shift keeps what a float of its size would round.
+        x = 6 * torch.randn(3, 5003, generator=torch.Generator().manual_seed(0))
+        y = torch.full_like(x, -offset)
+        check(x.to(dtype), y.to(dtype), SUMS)
+        check(y.to(dtype), x.to(dtype), SUMS)
 
     @pytest.mark.parametrize("gaps", (0.0, 0.3))
     @pytest.mark.parametrize("low", (1e3, 3e5, 1e6, 1e7, 1e16, 3e38))
