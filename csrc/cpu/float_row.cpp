@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kRunColumns = 16384;   // columns between flushes to double
 constexpr int64_t kMomentColumns = 512;  // the same in the second sweep: one chain per lane
 constexpr int64_t kLookColumns = 1024;   // maxima of so many columns make a frame
-constexpr int64_t kFirstColumns = 1024;  // a run whose shift is only that of the maxima is short
+constexpr int64_t kFirstColumns = 2048;  // a run whose shift is only that of the maxima is short
 constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean log-ratio stays
 // How many times the slice's KL the shift's doing, (L - c)^2 / 2, may be in all: beyond, a run is
 // summed again, unless its own part is small. And in one part, before the next run gets a frame of
@@ -394,6 +394,7 @@ class Slice {
     args.slack = static_cast<float>(std::clamp(slack, kLeastSlack, kMostSlack));
     args.train_slack = args.slack + columns_.train_slack(frame, maxima_);
     args.infinite = known.infinite;
+    args.loop = loop_;
     const RowRuns& runs = columns_.runs();
     const int x = columns_.rollout_type(), y = columns_.train_type();
     const auto sum = columns_.scaled() ? runs.sum_scaled[columns_.mixed()][extra_ != 0]
@@ -401,6 +402,7 @@ class Slice {
                                        : runs.sum[x][y][extra_];
     const int64_t consumed = sum(args, sums);
     too_far_ = too_far_ || sums.too_far;
+    loop_ = sums.loop;
     return consumed;
   }
 
@@ -556,6 +558,7 @@ class Slice {
   DivergenceState<double> total_;
   ShiftEffect settled_;  // of the total
   bool too_far_ = false;
+  int32_t loop_ = 0;  // the runs'
 };
 
 }  // namespace

@@ -32,6 +32,7 @@ struct RunArgs {
   const void* train;
   int64_t count;
   bool infinite = false;  // the KL is: its gaps do not matter
+  int32_t loop = 0;       // where the run before ended, see RunSums
   RunFrame frame;
   float rate;                       // log2(e) over the shared temperature; log2(e) if mixed
   float slack;                      // a rollout logit so many powers of 2 above its maximum, or
@@ -47,6 +48,7 @@ struct RunSums {
   bool outside;     // train > -inf where rollout = -inf
   bool non_finite;  // a NaN or +inf: the row is over
   bool too_far;     // a log-ratio beyond 1e30 counts: the row takes doubles
+  int32_t loop;     // that took the last columns: those that follow are probably like them
 };
 
 struct RunMaxima {

@@ -439,10 +439,10 @@ struct Sums {
     }
   }
 
-  // Any columns, from both masses; ratio = psi(u) / u where near. Which ones are not near. Unless
-  // kFinite, G does not matter. close_both() follows, when a group is done.
+  // Any columns, from both masses; ratio = psi(u) / u where near. Unless kFinite, G does not
+  // matter. close_both() follows, when a group is done.
   template <bool kFinite>
-  Mask add_both(const Pair& pair, Vector train_power, Vector rollout, Vector train, Vector ratio) {
+  void add_both(const Pair& pair, Vector train_power, Vector rollout, Vector train, Vector ratio) {
     const Vector u = pair.u;
     const Mask near = Simd::less_equal(Simd::abs(u), Simd::broadcast(kFinite ? kWide : kNarrow));
     const Mask far = Simd::opposite(near);
@@ -472,7 +472,6 @@ struct Sums {
       rollout_log = Simd::fma(rollout, natural(pair.power), rollout_log);
       train_log = Simd::fma(train, natural(train_power), train_log);
     }
-    return far;
   }
 
   // Of a group of add_both() alone: G of what is not near, and the sign of the least log-ratio.
@@ -848,16 +847,13 @@ struct Run {
     return out;
   }
   template <bool kFinite, int kExtra>
-  [[gnu::always_inline]] void add_both(Sums<kExtra>& sums, const BothHead& head, bool& near) const {
+  [[gnu::always_inline]] void add_both(Sums<kExtra>& sums, const BothHead& head) const {
     const Two u = {head.a.u, head.b.u};
     const Two rollout = poly.exp2(Two{head.a.power, head.b.power});
     const Two train = train_polynomials<kRough<kExtra>>().exp2(head.train_power);
     const Two ratio = kFinite ? poly.wide_psi_over_u(u) : poly.narrow_psi_over_u(u);
-    const Mask far_a =
-        sums.template add_both<kFinite>(head.a, head.train_power.a, rollout.a, train.a, ratio.a);
-    const Mask far_b =
-        sums.template add_both<kFinite>(head.b, head.train_power.b, rollout.b, train.b, ratio.b);
-    near &= (Simd::bits(far_a) | Simd::bits(far_b)) == 0;
+    sums.template add_both<kFinite>(head.a, head.train_power.a, rollout.a, train.a, ratio.a);
+    sums.template add_both<kFinite>(head.b, head.train_power.b, rollout.b, train.b, ratio.b);
   }
 };
 
@@ -962,7 +958,6 @@ template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale k
   const Loop from = next;
   int64_t rollout_groups = 0, train_groups = 0;
   while (next == from && covered && column < whole) {
-    bool near = true;
     Sums<kExtra> here;
     const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
     column = add_blocks(
@@ -971,12 +966,13 @@ template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale k
           run.prefetch(at);
           return run.template both_head<kExtra>(run.rollout_block(at), run.train_block(at));
         },
-        [](const auto&) {},
-        [&](const auto& head) { run.template add_both<kFinite>(here, head, near); });
+        [](const auto&) {}, [&](const auto& head) { run.template add_both<kFinite>(here, head); });
     covered = column == end;
     here.close_both();
     sums.join(here);
-    if (near) {
+    constexpr float kNear = near_limit<float>();
+    if (here.template has_all_from<Base::kRollout>(-kNear) &&
+        here.template has_all_from<Base::kTrain>(-kNear)) {
       next = Loop::kNear;
     } else if (kFinite && kExtra == kRunPlain && Simd::largest(here.largest) == kInf) {
       next = Loop::kInfinite;
@@ -1002,7 +998,8 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
   Chained<kExtra> sums;
   int64_t column = 0;
   bool covered = true;
-  for (Loop loop = Loop::kNear; covered && column < whole;) {
+  Loop loop = static_cast<Loop>(args.loop);
+  while (covered && column < whole) {
     while (loop == Loop::kNear && column < whole) {
       Sums<kExtra> here;
       const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
@@ -1048,16 +1045,16 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
     const auto last = run.template both_head<kExtra>(load_block<run.kSplit>(last_rollout.columns),
                                                      load_block<run.kSplit>(last_train.columns));
     Sums<kExtra> here;
-    bool near = true;
     covered = last.may;
     if (covered) {
-      run.template add_both<true>(here, last, near);
+      run.template add_both<true>(here, last);
       here.close_both();
       sums.join(here);
       column = args.count;
     }
   }
   sums.total().write(sums.has_others(), args.infinite, out);
+  out.loop = static_cast<int32_t>(loop);
   out.non_finite = std::isnan(out.near_mass + out.far_mass + out.far_train) ||
                    (!covered && !run.are_numbers(column));
   return column;
