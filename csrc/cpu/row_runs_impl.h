@@ -474,7 +474,7 @@ struct Sums {
     }
   }
 
-  // Of a group of add_both() alone: G of what is not near, and the sign of the least log-ratio.
+  // After a group of add_both() alone: G of what is not near, and -u at its largest.
   void close_both() {
     bent_gap = Simd::add(bent_gap, Simd::sub(train_alone, rollout_alone));
     largest_train = Simd::sub(Simd::broadcast(0.0f), least);
