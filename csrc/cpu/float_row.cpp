@@ -85,8 +85,7 @@ class RowColumns {
     out.origin = static_cast<float>(frame.max_rollout * rate_);
     out.max_rollout = static_cast<float>(frame.max_rollout);
     out.shift = static_cast<float>(frame.shift);
-    out.plain = differences_are_exact(out);
-    rounds = rounds || out.plain;
+    rounds = rounds || differences_are_exact(out);
     out.shift_low = rounds ? 0.0f : static_cast<float>(frame.shift - out.shift);
     const double train_max = max_rollout(out) - (static_cast<double>(out.shift) + out.shift_low);
     out.train_max = static_cast<float>(train_max);
@@ -386,8 +385,8 @@ class Slice {
            (maxima_.train > -infinity<float>() ? kHasTrain : 0u);
   }
 
-  // Sums at most `count` columns; how many it consumed.
-  int64_t run(const RunFrame& frame, const Known& known, int64_t count, RunSums& sums) {
+  // Sums at most `count` columns, if `plain` without the rounding of x - y; how many it consumed.
+  int64_t run(const RunFrame& frame, bool plain, const Known& known, int64_t count, RunSums& sums) {
     RunArgs args = columns_.at(column_, count);
     args.frame = frame;
     const double slack = std::log2(known.mass / (kOneToken - 1.0));
@@ -398,7 +397,7 @@ class Slice {
     const RowRuns& runs = columns_.runs();
     const int x = columns_.rollout_type(), y = columns_.train_type();
     const auto sum = columns_.scaled() ? runs.sum_scaled[columns_.mixed()][extra_ != 0]
-                     : frame.plain     ? runs.sum_plain[x][y][extra_]
+                     : plain           ? runs.sum_plain[x][y][extra_]
                                        : runs.sum[x][y][extra_];
     const int64_t consumed = sum(args, sums);
     too_far_ = too_far_ || sums.too_far;
@@ -498,9 +497,9 @@ class Slice {
   // the mass, exactly.
   bool add_part(bool has_new_maxima) {
     const bool starts = has_new_maxima && !outweighs_the_maxima();
-    RunFrame frame = seen() == 0 ? RunFrame{}
-                     : starts    ? columns_.frame(maxima_)
-                                 : columns_.frame(maxima_, mean_log_ratio(total_));
+    const RunFrame frame = seen() == 0 ? RunFrame{}
+                           : starts    ? columns_.frame(maxima_)
+                                       : columns_.frame(maxima_, mean_log_ratio(total_));
     int64_t most = starts ? kFirstColumns : longest();
     DivergenceState<double> part = fresh(frame);
     ShiftEffect joined;  // of the part
@@ -508,28 +507,27 @@ class Slice {
     while (covered && !moves && column_ < end_) {
       const int64_t count = std::min(most, end_ - column_);
       const Known known = known_with(part, joined);
-      frame.plain = may_be_plain(frame, known, kExpectedRounding);
       RunSums sums;
-      int64_t consumed = run(frame, known, count, sums);
-      DivergenceState<double> piece = state_of(frame, sums);
-      ShiftEffect effect(piece);
-      if (frame.plain && !may_be_plain(frame, known.with(piece, effect), kMostRounding)) {
-        frame.plain = false;
-        consumed = run(frame, known, consumed, sums);
+      int64_t consumed = count;
+      DivergenceState<double> piece;
+      ShiftEffect effect;
+      Known now;
+      for (bool plain = may_be_plain(frame, known, kExpectedRounding);; plain = false) {
+        consumed = run(frame, plain, known, consumed, sums);
         piece = state_of(frame, sums);
         effect = ShiftEffect(piece);
+        now = known.with(piece, effect);
+        if (!plain || may_be_plain(frame, now, kMostRounding)) break;
       }
       if (sums.non_finite) {
         total_.flags |= kNonFinite;
         return false;
       }
-      const Known now = known.with(piece, effect);
       if ((effect.blurs && now.mass < kOneToken) ||
           spoils(piece, effect, joined, kSmallExcess, kMostExcess)) {
-        RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
-        better.plain = may_be_plain(better, now, kMostRounding);
+        const RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
         // No further: the shift is that of these columns.
-        consumed = run(better, known, consumed, sums);
+        consumed = run(better, may_be_plain(better, now, kMostRounding), known, consumed, sums);
         join(state_of(better, sums), {});
         moves = true;
       } else {

@@ -20,11 +20,10 @@ enum class RunScale : int32_t { kNone, kScaled, kMixed };
 struct RunFrame {
   float max_rollout;  // M
   float origin;       // M times the rate; M is what this rounding makes it, except in mixed scale
-  float shift, shift_low;                // an unevaluated sum; low is 0 where plain
+  float shift, shift_low;                // an unevaluated sum
   float train_max, train_max_low;        // max_rollout - shift, likewise
   float train_origin, train_origin_low;  // that times the rate, likewise
   float train_factor;                    // 2^-train_origin_low
-  bool plain;                            // for sum_plain
 };
 
 struct RunArgs {

@@ -450,8 +450,8 @@ struct Sums {
     rollout_alone = Simd::add_where(far, rollout_alone, rollout);
     train_alone = Simd::add_where(far, train_alone, train);
     largest = Simd::larger_number(u, largest);
-    least =
-        Simd::min(u, least);  // of NaN, which u is where neither side has the column, the second
+    // Of NaN, which u is where neither side has the column, the second operand.
+    least = Simd::min(u, least);
     if constexpr (kFinite) {
       // Bounded where its product is with a mass that may be 0; of NaN, the bound.
       Vector t = Simd::max(u, Simd::broadcast(-kLargestFloat));
@@ -523,12 +523,6 @@ struct Sums {
   static bool any_finite_from(float least, Vector value) {
     return Simd::any(Simd::both(Simd::less_equal(Simd::broadcast(least), value),
                                 Simd::less(value, Simd::broadcast(kInf))));
-  }
-
-  // Whether every log-ratio of this base to the other is at least so much.
-  template <Base kBase>
-  bool has_all_from(float bound) const {
-    return -Simd::largest(kBase == Base::kRollout ? largest_train : largest) >= bound;
   }
 
   // Whether there is a log-ratio that counts and that loops with one base bound.
@@ -970,20 +964,17 @@ template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale k
     covered = column == end;
     here.close_both();
     sums.join(here);
-    constexpr float kNear = near_limit<float>();
-    if (here.template has_all_from<Base::kRollout>(-kNear) &&
-        here.template has_all_from<Base::kTrain>(-kNear)) {
+    const float most = Simd::largest(here.largest), most_train = Simd::largest(here.largest_train);
+    if (std::max(most, most_train) <= near_limit<float>()) {
       next = Loop::kNear;
-    } else if (kFinite && kExtra == kRunPlain && Simd::largest(here.largest) == kInf) {
+    } else if (kFinite && kExtra == kRunPlain && most == kInf) {
       next = Loop::kInfinite;
-    } else if constexpr (kFinite) {
+    } else if (kFinite) {
       const bool remote = here.has_remote();
-      const auto fits = [&]<Base kBase>(int64_t& groups) {
-        groups = !remote && here.template has_all_from<kBase>(-kClose) ? groups + 1 : 0;
-        return groups >= kFittingGroups;
-      };
-      if (fits.template operator()<Base::kRollout>(rollout_groups)) next = Loop::kRollout;
-      if (fits.template operator()<Base::kTrain>(train_groups)) next = Loop::kTrain;
+      rollout_groups = !remote && most_train <= kClose ? rollout_groups + 1 : 0;
+      train_groups = !remote && most <= kClose ? train_groups + 1 : 0;
+      if (rollout_groups >= kFittingGroups) next = Loop::kRollout;
+      if (train_groups >= kFittingGroups) next = Loop::kTrain;
     }
   }
   return column;
