@@ -31,14 +31,24 @@ constexpr double kFrameExcess = 0.25;
 constexpr double kLeastMass = 0x1p-60;
 // Rollout mass, that of the largest logit being 1, that is one token's.
 constexpr double kOneToken = 1.2;
-// Part of the slice's KL that the rounding of x - y may be, by what is known before a run, and
-// after it: beyond, it is restored.
-constexpr double kExpectedRounding = 2e-7, kMostRounding = 4e-7;
+// What a run may leave out: the rounding of x - y, where that is at most so large a part of the
+// slice's KL; and forming G column by column, where the KL is at least so large. By what is known
+// before the run, and after it: beyond, it is summed again.
+struct Limits {
+  double rounding, kl;
+};
+constexpr Limits kExpected = {2e-7, 0.3}, kMost = {4e-7, 0.2};
+// Where G is not formed column by column: by how much of its rollout mass a run's two sides must
+// differ at least; and what b may be for that to show.
+constexpr double kLeastApart = 0.1, kMostOffCentre = 0.1;
 // The mean log-ratio inherits 2^-24 of the shift, and of what log-ratios train mass has: shifts up
 // to which that may be, where the KL is infinite also, and shift and KL where a token's log-ratio
 // is asked for.
 constexpr float kLargestRoundedShift = 16.0f, kInfiniteRoundedShift = 8.0f;
 constexpr double kTokenRoundedShift = 1.0, kTokenRoundedKl = 0.1;
+// KL from which on entropies, and a token's log-ratio, need sums in doubles; and the log-ratio also
+// from a smaller one on, where columns that are not near hold so much mass (over the rollout's).
+constexpr double kEntropyKl = 1.0, kTokenKl = 0.2, kFarTokenKl = 0.01, kFarTokenMass = 0.1;
 constexpr double kLog2e = 1.4426950408889634;
 // How far a logit may stand above its frame, in powers of 2, at least and at most. In between, as
 // far as it is not one token with next to all mass (kOneToken): such a one needs a frame of its
@@ -358,16 +368,18 @@ class Slice {
   // What is known of all columns, in the units of a part: so much rollout mass, KL times mass, at
   // least; and whether the KL is infinite.
   struct Known {
-    double mass, kl;
+    double mass, train, kl;
     bool infinite;
 
     Known with(const DivergenceState<double>& piece, const ShiftEffect& effect) const {
-      return {mass + rollout_mass(piece), kl + effect.kl, infinite || piece.has(kSupportViolation)};
+      return {mass + rollout_mass(piece), train + train_mass(piece), kl + effect.kl,
+              infinite || piece.has(kSupportViolation)};
     }
   };
   Known known_with(const DivergenceState<double>& part, const ShiftEffect& effect) const {
-    const Known total = {mass_in_frame(part.max_rollout), in_frame(settled_, total_, part).kl,
-                         total_.has(kSupportViolation)};
+    const Known total = {mass_in_frame(part.max_rollout),
+                         train_in_frame({part.max_rollout, part.shift}),
+                         in_frame(settled_, total_, part).kl, total_.has(kSupportViolation)};
     return total.with(part, effect);
   }
 
@@ -385,19 +397,26 @@ class Slice {
            (maxima_.train > -infinity<float>() ? kHasTrain : 0u);
   }
 
-  // Sums at most `count` columns, if `plain` without the rounding of x - y; how many it consumed.
-  int64_t run(const RunFrame& frame, bool plain, const Known& known, int64_t count, RunSums& sums) {
+  // What a run leaves out: the rounding of x - y, G column by column.
+  struct Shortcuts {
+    bool plain, apart;
+  };
+
+  // Sums at most `count` columns; how many it consumed.
+  int64_t run(const RunFrame& frame, Shortcuts takes, const Known& known, int64_t count,
+              RunSums& sums) {
     RunArgs args = columns_.at(column_, count);
     args.frame = frame;
     const double slack = std::log2(known.mass / (kOneToken - 1.0));
     args.slack = static_cast<float>(std::clamp(slack, kLeastSlack, kMostSlack));
     args.train_slack = args.slack + columns_.train_slack(frame, maxima_);
     args.infinite = known.infinite;
+    args.apart = takes.apart;
     args.loop = loop_;
     const RowRuns& runs = columns_.runs();
     const int x = columns_.rollout_type(), y = columns_.train_type();
     const auto sum = columns_.scaled() ? runs.sum_scaled[columns_.mixed()][extra_ != 0]
-                     : plain           ? runs.sum_plain[x][y][extra_]
+                     : takes.plain     ? runs.sum_plain[x][y][extra_]
                                        : runs.sum[x][y][extra_];
     const int64_t consumed = sum(args, sums);
     too_far_ = too_far_ || sums.too_far;
@@ -431,6 +450,12 @@ class Slice {
   double mass_in_frame(double max_rollout) const {
     if (!total_.has_both()) return 0.0;
     return rollout_mass(total_) * std::exp(total_.max_rollout - max_rollout);
+  }
+
+  double train_in_frame(Frame<double> frame) const {
+    if (!total_.has_both()) return 0.0;
+    return train_mass(total_) *
+           std::exp(total_.max_rollout - frame.max_rollout - (total_.shift - frame.shift));
   }
 
   // The effects of one state in the units of another's frame.
@@ -479,6 +504,28 @@ class Slice {
     return known.kl > 0.0 && 0x1p-24 * shift * apart <= most * known.kl;
   }
 
+  // Whether G may be a difference of sums: masses are off by 1e-7 of themselves, so G by 2e-7 S.
+  bool may_be_apart(const Known& known, double least_kl) const {
+    return tries_apart_ && extra_ == kRunPlain && !known.infinite && known.kl > 0.0 &&
+           known.kl >= least_kl * known.mass;
+  }
+
+  // Whether it may for the gradient, too, which is off by 2e-7 p beside q - p: a KL may be that of
+  // one column far out. With masses w and v, and k = S/Q of all columns so far, the sum of |w - k
+  // v| is at least |S - k Q|; and for any k at least what the larger masses have beyond either
+  // side's.
+  static bool are_apart(const DivergenceState<double>& piece, const RunSums& sums,
+                        const Known& known) {
+    const double rollout = rollout_mass(piece), train = train_mass(piece);
+    const double net = std::fabs(rollout - train * (known.mass / known.train));
+    const double apart = std::max(net, sums.larger_mass - std::max(rollout, train));
+    return apart >= kLeastApart * rollout;
+  }
+
+  Shortcuts may_take(const RunFrame& frame, const Known& known, Limits limits) const {
+    return {may_be_plain(frame, known, limits.rounding), may_be_apart(known, limits.kl)};
+  }
+
   // A run is at most twice as long as what is summed already: its shift is that of those columns.
   int64_t longest() const { return std::clamp(2 * (column_ - begin_), kFirstColumns, kRunColumns); }
 
@@ -486,10 +533,7 @@ class Slice {
   bool outweighs_the_maxima() const {
     if (!total_.has_both()) return false;
     const Frame<double> at = columns_.state_frame(columns_.frame(maxima_));
-    const double unit = total_.max_rollout - at.max_rollout;
-    const double rollout = mass_in_frame(at.max_rollout);
-    const double train = train_mass(total_) * std::exp(unit - (total_.shift - at.shift));
-    return rollout > 1.0 && train > 1.0;
+    return mass_in_frame(at.max_rollout) > 1.0 && train_in_frame(at) > 1.0;
   }
 
   // Columns that one frame covers; whether the next frame needs maxima from further on. The shift
@@ -512,12 +556,17 @@ class Slice {
       DivergenceState<double> piece;
       ShiftEffect effect;
       Known now;
-      for (bool plain = may_be_plain(frame, known, kExpectedRounding);; plain = false) {
-        consumed = run(frame, plain, known, consumed, sums);
+      Shortcuts takes = may_take(frame, known, kExpected);
+      for (;;) {
+        consumed = run(frame, takes, known, consumed, sums);
         piece = state_of(frame, sums);
         effect = ShiftEffect(piece);
         now = known.with(piece, effect);
-        if (!plain || may_be_plain(frame, now, kMostRounding)) break;
+        const Shortcuts may = may_take(frame, now, kMost);
+        const bool apart = may.apart && are_apart(piece, sums, now);
+        if (takes.plain <= may.plain && takes.apart <= apart) break;
+        if (takes.apart) tries_apart_ = apart;
+        takes = {takes.plain && may.plain, takes.apart && apart};
       }
       if (sums.non_finite) {
         total_.flags |= kNonFinite;
@@ -527,7 +576,8 @@ class Slice {
           spoils(piece, effect, joined, kSmallExcess, kMostExcess)) {
         const RunFrame better = columns_.frame(maxima_, mean_log_ratio(piece));
         // No further: the shift is that of these columns.
-        consumed = run(better, may_be_plain(better, now, kMostRounding), known, consumed, sums);
+        takes.plain = may_be_plain(better, now, kMost.rounding);
+        consumed = run(better, takes, known, consumed, sums);
         join(state_of(better, sums), {});
         moves = true;
       } else {
@@ -535,7 +585,9 @@ class Slice {
         if (!part.has_both()) keep_only_masses(part);
         joined = alone ? effect : ShiftEffect(part);
         alone = false;
-        moves = spoils(part, joined, {}, kFrameExcess, 0.0);
+        moves =
+            spoils(part, joined, {}, kFrameExcess, 0.0) ||
+            (may_be_apart(now, kExpected.kl) && std::fabs(relative_excess(part)) > kMostOffCentre);
       }
       covered = consumed == count;
       column_ += consumed;
@@ -556,7 +608,8 @@ class Slice {
   DivergenceState<double> total_;
   ShiftEffect settled_;  // of the total
   bool too_far_ = false;
-  int32_t loop_ = 0;  // the runs'
+  int32_t loop_ = 0;         // the runs'
+  bool tries_apart_ = true;  // G as a difference of sums, where the KL allows it
 };
 
 }  // namespace
@@ -564,6 +617,46 @@ class Slice {
 DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, SliceRange range) {
   Slice slice(args, row, range);
   return slice.sum() ? slice.total() : double_row::slice_state(args, row, range);
+}
+
+void refine(const DivergenceArgs& args, int64_t row, const DivergenceState<double>& state,
+            RowResult& result) {
+  const double kl = result.values[kKl];
+  const double far = (state.far_mass + state.far_train) / rollout_mass(state);
+  const bool tokens = (args.outputs & kTokenOutputs) &&
+                      (kl > kTokenKl || (kl > kFarTokenKl && far > kFarTokenMass));
+  const bool entropies = (args.outputs & kEntropyOutputs) && kl > kEntropyKl;
+  if (!tokens && !entropies) return;
+  RowColumns columns(args, row);
+  MassArgs rollout, train;
+  rollout.largest = state.max_rollout * columns.rollout_temperature();
+  rollout.rate = kLog2e / columns.rollout_temperature();
+  train.largest = (state.max_rollout - state.shift) * columns.train_temperature();
+  train.rate = kLog2e / columns.train_temperature();
+  MassSums of_rollout, of_train;
+  for (int64_t first = 0; first < args.vocab; first += kRunColumns) {
+    const RunArgs run = columns.at(first, std::min(kRunColumns, args.vocab - first));
+    rollout.logits = run.rollout;
+    train.logits = run.train;
+    rollout.count = train.count = run.count;
+    columns.runs().masses[columns.rollout_type()](rollout, of_rollout);
+    columns.runs().masses[columns.train_type()](train, of_train);
+  }
+  DivergenceState<double> exact = state;
+  exact.far_mass += of_rollout.mass - rollout_mass(state);
+  exact.far_train += of_train.mass - train_mass(state);
+  exact.rollout_log = of_rollout.log / kLog2e;
+  exact.train_log = of_train.log / kLog2e;
+  const RowResult refined = finish(exact);
+  // The divergences stay: their other sums lack digits as the masses of the runs do.
+  for (const Output output :
+       {kEntropyRollout, kEntropyTrain, kLogpRollout, kLogpTrain, kLogRatio}) {
+    result.values[output] = refined.values[output];
+  }
+  for (const Statistic statistic :
+       {kStatLogMass, kStatResidual, kStatEntropyRollout, kStatEntropyTrain}) {
+    result.statistics[statistic] = refined.statistics[statistic];
+  }
 }
 
 DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const double* statistics,

@@ -32,6 +32,11 @@ DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const d
                                 SliceRange range);
 void slice_gradient(const DivergenceBackwardArgs& args, int64_t row,
                     const RowGradient<double>& gradient, SliceRange range);
+
+// A second sweep, in doubles, over a row whose KL is too large for float sums to give the token's
+// log-ratio or the entropies that are asked for.
+void refine(const DivergenceArgs& args, int64_t row, const DivergenceState<double>& state,
+            RowResult& result);
 }  // namespace float_row
 
 // float64 arithmetic, where an input is float64 or float32 would overflow.

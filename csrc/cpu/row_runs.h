@@ -31,6 +31,7 @@ struct RunArgs {
   const void* train;
   int64_t count;
   bool infinite = false;  // the KL is: its gaps do not matter
+  bool apart = false;     // G may be a difference of sums: the KL is large; not with extras
   int32_t loop = 0;       // where the run before ended, see RunSums
   RunFrame frame;
   float rate;                       // log2(e) over the shared temperature; log2(e) if mixed
@@ -43,11 +44,12 @@ struct RunArgs {
 struct RunSums {
   double near_mass, near_first, near_gap, far_mass, far_first, far_train;  // as a state's
   double train_gap, rollout_log, train_log;
-  bool violates;    // rollout > -inf where train = -inf
-  bool outside;     // train > -inf where rollout = -inf
-  bool non_finite;  // a NaN or +inf: the row is over
-  bool too_far;     // a log-ratio beyond 1e30 counts: the row takes doubles
-  int32_t loop;     // that took the last columns: those that follow are probably like them
+  double larger_mass;  // sum of each column's larger one, if apart
+  bool violates;       // rollout > -inf where train = -inf
+  bool outside;        // train > -inf where rollout = -inf
+  bool non_finite;     // a NaN or +inf: the row is over
+  bool too_far;        // a log-ratio beyond 1e30 counts: the row takes doubles
+  int32_t loop;        // that took the last columns: those that follow are probably like them
 };
 
 struct RunMaxima {
@@ -72,6 +74,18 @@ struct MomentSums {
   double bhattacharyya;  // sum (sqrt p - sqrt q)^2
   double outside_mass;   // sum of q where p = 0
   float max_log_ratio;   // max over p > 0 of log(q / p)
+};
+
+// One side's logits x, as w = 2^(rate (x - largest)), summed in doubles.
+struct MassArgs {
+  const void* logits;
+  int64_t count;
+  double largest, rate;
+};
+
+struct MassSums {
+  double mass = 0;  // sum of w
+  double log = 0;   // sum of w log2(w)
 };
 
 struct GradientArgs {
@@ -103,6 +117,7 @@ struct RowRuns {
   Sum sum_plain[kRunTypes][kRunTypes][kRunExtras];
   Sum sum_scaled[2][2];  // [mixed][extras], float32 columns
   RunMaxima (*maxima[kRunTypes][kRunTypes])(const RunArgs&);
+  void (*masses[kRunTypes])(const MassArgs&, MassSums&);  // adds
   void (*moments[kRunTypes][kRunTypes])(const MomentArgs&, MomentSums&);
   void (*moments_scaled[2])(const MomentArgs&, MomentSums&);
   void (*gradient[kRunTypes][kRunTypes])(const GradientArgs&);

@@ -13,6 +13,8 @@ struct Simd {
   using Vector = __m256;
   using Mask = __m256;  // all ones or all zeros per lane
   static constexpr int64_t kLanes = 8;
+  using Doubles = __m256d;
+  using Longs = __m256i;
   using Bits = int;
   static constexpr Bits kEvery = 0xff;
 
@@ -129,6 +131,10 @@ struct Simd {
     const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(a), power);
     return _mm256_and_ps(alive, _mm256_castsi256_ps(scaled));
   }
+
+  static Doubles widen(const float* place) { return _mm256_cvtps_pd(_mm_loadu_ps(place)); }
+  static Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm256_fmadd_pd(a, b, c); }
+  static Doubles max(Doubles a, Doubles b) { return _mm256_max_pd(a, b); }
 
   static double sum(Vector value) {
     const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(value));

@@ -13,6 +13,8 @@ struct Simd {
   using Vector = __m512;
   using Mask = __mmask16;
   static constexpr int64_t kLanes = 16;
+  using Doubles = __m512d;
+  using Longs = __m512i;
   // A mask among the integers: combining masks there costs no vector operation.
   using Bits = unsigned;
   static constexpr Bits kEvery = 0xffff;
@@ -129,6 +131,10 @@ struct Simd {
 
   // a 2^k; k a whole number, and rounded = k + 1.5 2^23. 0 where k < -149.
   static Vector scale_whole(Vector a, Vector k, Vector) { return _mm512_scalef_ps(a, k); }
+
+  static Doubles widen(const float* place) { return _mm512_cvtps_pd(_mm256_loadu_ps(place)); }
+  static Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
+  static Doubles max(Doubles a, Doubles b) { return _mm512_max_pd(a, b); }
 
   static double sum(Vector value) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(value));

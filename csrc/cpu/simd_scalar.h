@@ -16,6 +16,8 @@ struct Simd {
   typedef int32_t Mask __attribute__((vector_size(32)));
   typedef uint32_t Words __attribute__((vector_size(32)));
   typedef double Wide __attribute__((vector_size(64)));
+  typedef double Doubles __attribute__((vector_size(32)));
+  typedef int64_t Longs __attribute__((vector_size(32)));
 
   static Mask first(int64_t count) {
     Mask mask;
@@ -132,6 +134,14 @@ struct Simd {
     const Mask alive = k >= broadcast(-126.0f);
     return Vector(alive & Mask(Words(a) + (Words(rounded) << 23)));  // modulo 2^32
   }
+
+  static Doubles widen(const float* place) {
+    Doubles value;
+    for (int i = 0; i < 4; ++i) value[i] = place[i];
+    return value;
+  }
+  static Doubles fma(Doubles a, Doubles b, Doubles c) { return a * b + c; }
+  static Doubles max(Doubles a, Doubles b) { return a > b ? a : b; }
 
   static double sum(Vector value) {
     double total = 0.0;

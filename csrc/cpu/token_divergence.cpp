@@ -34,7 +34,9 @@ void ForwardJob::write_sums(int64_t row, DivergenceState<double> state) const {
   if (!counts(args_, row)) return write_masked_row(args_, out_, row);
   attach_token(args_, row, state);
   if (out_.state != nullptr) return write_state(out_, row, state);
-  write_result(args_, out_, row, finish(state));
+  RowResult result = finish(state);
+  if (!out_.wide) float_row::refine(args_, row, state, result);
+  write_result(args_, out_, row, result);
 }
 
 void ForwardJob::write_moments(int64_t row, const DivergenceMoments* slices, int64_t count) const {

@@ -293,6 +293,74 @@ class TestValues:
         check(x, y, ("kl",))
 
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+    @pytest.mark.parametrize("std", (0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0))
+    def test_unrelated_policies(self, capability, std, dtype):
+        x, y = std * torch.randn(2, 3, 70001, generator=torch.Generator().manual_seed(0))
+        check(x.to(dtype), y.to(dtype), ("kl",))
+        check(x.to(dtype), y.to(dtype), SUMS)
+
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+    def test_next_to_all_mass_is_near_and_comes_last(self, capability, dtype):
+        # The KL of what comes first allows sums that this does not.
+        x, y, e = torch.randn(3, 3, 32768, generator=torch.Generator().manual_seed(0))
+        x[:, :6000] -= 20
+        y[:, :6000] -= 20
+        y[:, 6000:] = x[:, 6000:] + 0.02 * e[:, 6000:]
+        check(x.to(dtype), y.to(dtype), ("kl",))
+
+    @pytest.mark.parametrize("low", (1e4, 1e9))
+    def test_the_gradient_beside_a_column_far_out(self, capability, low):
+        # Its log-ratio makes the KL large, and its share next to nothing of the gradient.
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 3, 32768, generator=generator)
+        y = x + 0.01 * e
+        y[:, 100::4000] = -low
+        leaf = y.clone().requires_grad_()
+        kl = trm.token_divergence(x, leaf).kl
+        assert float(kl.detach().min()) > 0.5
+        (got,) = torch.autograd.grad(kl, leaf, torch.ones(3))
+        want = torch.softmax(y.double(), -1) - torch.softmax(x.double(), -1)
+        assert float((got - want).norm() / want.norm()) <= GRADIENT_RTOL
+
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+    @pytest.mark.parametrize("kind", ("noise", "unrelated", "remote", "gaps", "masks", "spike"))
+    def test_log_ratios_near_zero(self, capability, kind, dtype):
+        # All tokens of a row inherit the error of its two masses.
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            x, e, f = torch.randn(3, 1, 4099, generator=generator)
+            x = (1, 3, 6, 9)[seed] * x
+            y = x + e
+            lacking = torch.rand(x.shape, generator=generator) < 0.1
+            if kind == "unrelated":
+                y = x.std() * f
+            elif kind == "remote":
+                y = y - (15 + f.abs()) * ~lacking
+            elif kind == "gaps":
+                y[lacking] = -INF
+            elif kind == "masks":
+                y[lacking] = -1e4
+            elif kind == "spike":
+                x[:, 700] += 40
+            x, y = x.to(dtype), y.to(dtype)
+            exact = (y.double().log_softmax(-1) - x.double().log_softmax(-1))[0]
+            tokens = exact.abs().argsort()[:20]
+            rows = [logits.expand(20, -1) for logits in (x, y)]
+            got = trm.token_divergence(*rows, tokens=tokens, outputs=("log_ratio",)).log_ratio
+            error = (got.double() - exact[tokens]).abs()
+            assert bool((error <= (1e-6 * exact[tokens].abs()).clamp_min(1e-7)).all())
+
+    def test_the_entropy_of_a_train_side_far_apart(self, capability):
+        # Next to all of the rollout's mass is where the train side has next to none.
+        x, e = torch.randn(2, 24, 50000, generator=torch.Generator().manual_seed(0))
+        x = 9 * x
+        y = torch.where(e < 0, x - 100 + e, x)
+        x[:, 10000:11500] += 40
+        got = trm.token_divergence(x, y, outputs=SUMS).entropy_train
+        want = twin(x, y, outputs=("entropy_train",))[0][0]
+        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6)
+
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
     @pytest.mark.parametrize("offset", (1e6, 1e9))
     def test_sides_far_apart_as_a_whole(self, capability, offset, dtype):
         # The shift keeps what a float of its size would round.
