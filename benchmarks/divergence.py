@@ -52,9 +52,11 @@ KINDS = (
     "masked",
     "lacks",
     "own",
-    "masks",
+    "own-finite",
     "ways1",
     "unrelated",
+    "unrelated4",
+    "unrelated6",
 )
 MIXES = ("top-p far20", "half far20", "half remote20", "gaps far20", "lacks far20")
 
@@ -112,8 +114,9 @@ def rows(kind: str, count: int, vocab: int, dtype: str) -> tuple[Tensor, Tensor]
     far: by 1/2 to some 4 nats; remote: by 9 to 13; ways: by 17 to 20, either way; top-p, few, top-k
     and half: 90, 99, 99.9 and 50 % of the rollout -inf; gaps and truncated: 10 and 90 % of both
     sides -inf; masked: half of the rollout -1e4; lacks: 10 % of the train side -inf, so that the KL
-    is infinite; own: 10 % of each side -inf where the other is not; masks: 1 % of each side -1e4
-    likewise; unrelated: the logits of another policy. A mix has 20 % of other columns apart, too.
+    is infinite; own: 10 % of each side -inf where the other is not; own-finite: 1 % of each side
+    -1e4 likewise; unrelated: the logits of another policy, unrelated4 and 6 both of std 4 and 6. A
+    mix has 20 % of other columns apart, too.
     """
     kind, *mixed = kind.split()
     generator = torch.Generator().manual_seed(0)
@@ -121,7 +124,7 @@ def rows(kind: str, count: int, vocab: int, dtype: str) -> tuple[Tensor, Tensor]
     noise = torch.randn(count, vocab, generator=generator)
     shares = {"far1": 0.01, "far20": 0.2, "far50": 0.5, "remote1": 0.01, "remote20": 0.2}
     shares |= {"ways1": 0.01, "top-p": 0.9, "few": 0.99, "top-k": 0.999, "half": 0.5, "gaps": 0.1}
-    shares |= {"truncated": 0.9, "masked": 0.5, "lacks": 0.1, "own": 0.1, "masks": 0.01}
+    shares |= {"truncated": 0.9, "masked": 0.5, "lacks": 0.1, "own": 0.1, "own-finite": 0.01}
     chosen = torch.rand(count, vocab, generator=generator) < shares.get(kind, 0.0)
     y = x + 0.05 * noise
     steps = {"far": -noise.sign() * (0.5 + noise.abs()), "remote": 9 + noise.abs()}
@@ -131,15 +134,16 @@ def rows(kind: str, count: int, vocab: int, dtype: str) -> tuple[Tensor, Tensor]
         y = torch.where(apart, x - steps[mixed[0].rstrip("0123456789")], y)
     if (step := steps.get(kind.rstrip("0123456789"))) is not None:
         y = torch.where(chosen, x - step, y)
-    elif kind in ("masked", "masks"):
+    elif kind in ("masked", "own-finite"):
         x = x.masked_fill(chosen, -1e4)
-    elif kind == "unrelated":
-        y = 3 * noise
+    elif kind.startswith("unrelated"):
+        std = int(kind[-1]) if kind[-1].isdigit() else 3
+        x, y = x * (std / 3), std * noise
     elif kind not in ("near", "lacks"):
         x = x.masked_fill(chosen, -float("inf"))
     if kind in ("gaps", "truncated", "lacks"):
         y = y.masked_fill(chosen, -float("inf"))
-    elif kind in ("own", "masks"):
+    elif kind in ("own", "own-finite"):
         low = -float("inf") if kind == "own" else -1e4
         y = y.masked_fill(chosen.roll(1, -1) & ~chosen, low)
     return x.to(DTYPES[dtype]), y.to(DTYPES[dtype])
