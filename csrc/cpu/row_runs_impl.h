@@ -34,7 +34,7 @@ constexpr float kLargestFloat = 0x1.fffffep127f;
 // their difference, which enlarges what they have lost. Without G, |u| where psi is of degree 4.
 constexpr float kWide = 1.0f, kNarrow = 0.3466f;
 // Equal columns round alike, so a chain of n float additions may be off by n 2^-25 of its sum: sums
-// of so many additions each are added up, and those likewise (Chained).
+// of so many additions each are added up (Totals).
 constexpr int64_t kChain = 32;
 // Blocks in a group, and how many of them must lack a side's mass for such to be looked for on.
 constexpr int64_t kGroupBlocks = kChain / 2;
@@ -547,7 +547,11 @@ struct Sums {
     near_mass = Simd::add(near_mass, other.near_mass);
     near_first = Simd::add(near_first, other.near_first);
     near_gap = Simd::add(near_gap, other.near_gap);
-    join_extras(other);
+    if constexpr (kTrainGap) train_gap = Simd::add(train_gap, other.train_gap);
+    if constexpr (kEntropy) {
+      rollout_log = Simd::add(rollout_log, other.rollout_log);
+      train_log = Simd::add(train_log, other.train_log);
+    }
   }
 
   void join(const Sums& other) {
@@ -557,84 +561,109 @@ struct Sums {
     rollout_alone = Simd::add(rollout_alone, other.rollout_alone);
     rollout_gain = Simd::add(rollout_gain, other.rollout_gain);
     train_alone = Simd::add(train_alone, other.train_alone);
+    larger_mass = Simd::add(larger_mass, other.larger_mass);
     largest = Simd::max(largest, other.largest);
     largest_train = Simd::max(largest_train, other.largest_train);
-    larger_mass = Simd::add(larger_mass, other.larger_mass);
+  }
+};
+
+// Sums of groups. Of a few in floats, then in doubles: beside a token that holds the mass, a float
+// would lose what the others add.
+template <int kExtra>
+class Totals {
+ public:
+  void join_near(const Sums<kExtra>& group) {
+    recent_.join_near(group);
+    count();
+  }
+  void join(const Sums<kExtra>& group) {
+    recent_.join(group);
+    others_ = true;
+    count();
   }
 
-  void join_extras(const Sums& other) {
-    if constexpr (kTrainGap) train_gap = Simd::add(train_gap, other.train_gap);
-    if constexpr (kEntropy) {
-      rollout_log = Simd::add(rollout_log, other.rollout_log);
-      train_log = Simd::add(train_log, other.train_log);
-    }
-  }
-
-  // `others`: any but near columns were added. `infinite`: as if the KL of these were.
-  void write(bool others, bool infinite, RunSums& out) const {
+  // `infinite`: as if the KL of what was joined were.
+  void write(bool infinite, RunSums& out) {
+    widen();
     out = {};
     out.violates = infinite;
-    out.near_mass = Simd::sum(near_mass);
-    out.near_first = Simd::sum(near_first);
-    out.near_gap = Simd::sum(near_gap);
-    if (others) {
-      out.violates = infinite || Simd::largest(largest) == kInf;
-      out.outside = Simd::largest(largest_train) == kInf;
+    out.near_mass = near_mass_.sum();
+    out.near_first = near_first_.sum();
+    out.near_gap = near_gap_.sum();
+    if (others_) {
+      out.violates = infinite || Simd::largest(largest_) == kInf;
+      out.outside = Simd::largest(largest_train_) == kInf;
       // A state's B is near_gap - near_first, of what is near; its G has far_train - far_mass +
       // far_first of what is far: all that these loops add to G goes there, so that it does not
       // drown B, nor does what bounded log-ratios leave of an infinite G.
-      const double gain = Simd::sum(rollout_gain);
+      const double gain = rollout_gain_.sum();
       out.near_mass += gain;
-      out.near_first += gain - Simd::sum(train_gain);
-      out.far_mass = Simd::sum(rollout_alone);
-      out.far_train = Simd::sum(train_alone);
-      out.larger_mass = Simd::sum(larger_mass);
-      const double gap = out.violates ? 0.0 : Simd::sum(bent_gap);
+      out.near_first += gain - train_gain_.sum();
+      out.far_mass = rollout_alone_.sum();
+      out.far_train = train_alone_.sum();
+      out.larger_mass = larger_mass_.sum();
+      const double gap = out.violates ? 0.0 : bent_gap_.sum();
       out.too_far = !std::isfinite(gap);
       out.far_first = gap - (out.far_train - out.far_mass);
     }
     if constexpr (kTrainGap) {
-      out.train_gap = out.outside ? 0.0 : Simd::sum(train_gap);
+      out.train_gap = out.outside ? 0.0 : train_gap_.sum();
       out.too_far = out.too_far || !std::isfinite(out.train_gap);
     }
     if constexpr (kEntropy) {
-      out.rollout_log = Simd::sum(rollout_log);
-      out.train_log = Simd::sum(train_log);
+      out.rollout_log = rollout_log_.sum();
+      out.train_log = train_log_.sum();
     }
-  }
-};
-
-// Sums of sums: no chain of additions is longer than kChain, however long the run.
-template <int kExtra>
-class Chained {
- public:
-  void join_near(const Sums<kExtra>& stretch) {
-    recent_.join_near(stretch);
-    count();
-  }
-  void join(const Sums<kExtra>& stretch) {
-    recent_.join(stretch);
-    others_ = true;
-    count();
-  }
-  bool has_others() const { return others_; }
-  Sums<kExtra> total() const {
-    Sums<kExtra> out = earlier_;
-    out.join(recent_);
-    return out;
   }
 
  private:
+  static constexpr bool kTrainGap = Sums<kExtra>::kTrainGap, kEntropy = Sums<kExtra>::kEntropy;
+  static constexpr int kGroups = 4;
+
+  struct Sum {
+    Simd::Doubles low = {}, high = {};
+
+    void add(Vector value) {
+      low += Simd::low_half(value);
+      high += Simd::high_half(value);
+    }
+    double sum() const { return Simd::sum(low + high); }
+  };
+
   void count() {
-    if (++joined_ < kChain) return;
-    earlier_.join(recent_);
+    if (++joined_ == kGroups) widen();
+  }
+
+  void widen() {
+    near_mass_.add(recent_.near_mass);
+    near_first_.add(recent_.near_first);
+    near_gap_.add(recent_.near_gap);
+    if (others_) {
+      bent_gap_.add(recent_.bent_gap);
+      train_gain_.add(recent_.train_gain);
+      rollout_alone_.add(recent_.rollout_alone);
+      rollout_gain_.add(recent_.rollout_gain);
+      train_alone_.add(recent_.train_alone);
+      larger_mass_.add(recent_.larger_mass);
+      largest_ = Simd::max(largest_, recent_.largest);
+      largest_train_ = Simd::max(largest_train_, recent_.largest_train);
+    }
+    if constexpr (kTrainGap) train_gap_.add(recent_.train_gap);
+    if constexpr (kEntropy) {
+      rollout_log_.add(recent_.rollout_log);
+      train_log_.add(recent_.train_log);
+    }
     recent_ = {};
     joined_ = 0;
   }
 
-  Sums<kExtra> earlier_, recent_;
-  int64_t joined_ = 0;
-  bool others_ = false;
+  Sums<kExtra> recent_;
+  int joined_ = 0;
+  bool others_ = false;  // any but near columns were joined
+  Sum near_mass_, near_first_, near_gap_, bent_gap_;
+  Sum train_gain_, rollout_alone_, rollout_gain_, train_alone_, larger_mass_;
+  Sum train_gap_, rollout_log_, train_log_;
+  Vector largest_ = Simd::broadcast(0.0f), largest_train_ = largest_;
 };
 
 // Which loop a run's next block belongs to: near columns; one base, and the same where the other
@@ -909,7 +938,7 @@ template <typename HeadAt, typename Note, typename Add>
 // (kLooks), until a group has few: at random, they would cost what they save.
 template <Base kBase, bool kLooks, int kExtra, typename Rollout, typename Train, RunScale kScale,
           bool kResidue>
-[[gnu::noinline]] int64_t based_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
+[[gnu::noinline]] int64_t based_run(const RunArgs& args, int64_t column, Totals<kExtra>& sums,
                                     Loop& next) {
   const Run<Rollout, Train, kScale, kResidue> run(args);
   constexpr int64_t kBlock = run.kBlock;
@@ -964,7 +993,7 @@ template <Base kBase, bool kLooks, int kExtra, typename Rollout, typename Train,
 // kFinite, also where the KL proves not to be, or after groups that might have had one base.
 template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale kScale,
           bool kResidue>
-[[gnu::noinline]] int64_t both_run(const RunArgs& args, int64_t column, Chained<kExtra>& sums,
+[[gnu::noinline]] int64_t both_run(const RunArgs& args, int64_t column, Totals<kExtra>& sums,
                                    Loop& next, bool& covered) {
   const Run<Rollout, Train, kScale, kResidue> run(args);
   constexpr int64_t kBlock = run.kBlock;
@@ -1002,7 +1031,7 @@ template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale k
 
 // All whole blocks that the frame covers; the first column not consumed.
 template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
-[[gnu::noinline]] int64_t apart_run(const RunArgs& args, Chained<kRunPlain>& sums, bool& covered) {
+[[gnu::noinline]] int64_t apart_run(const RunArgs& args, Totals<kRunPlain>& sums, bool& covered) {
   const Run<Rollout, Train, kScale, kResidue> run(args);
   constexpr int64_t kBlock = run.kBlock;
   const int64_t whole = run.count / kBlock * kBlock;
@@ -1030,7 +1059,7 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
   const Run<Rollout, Train, kScale, kResidue> run(args);
   constexpr int64_t kBlock = run.kBlock;
   const int64_t whole = args.count / kBlock * kBlock;
-  Chained<kExtra> sums;
+  Totals<kExtra> sums;
   int64_t column = 0;
   bool covered = true;
   Loop loop = static_cast<Loop>(args.loop);
@@ -1093,7 +1122,7 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
       column = args.count;
     }
   }
-  sums.total().write(sums.has_others(), args.infinite, out);
+  sums.write(args.infinite, out);
   out.loop = static_cast<int32_t>(loop);
   out.non_finite = std::isnan(out.near_mass + out.far_mass + out.far_train) ||
                    (!covered && !run.are_numbers(column));

@@ -136,13 +136,12 @@ struct Simd {
   static Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm256_fmadd_pd(a, b, c); }
   static Doubles max(Doubles a, Doubles b) { return _mm256_max_pd(a, b); }
 
-  static double sum(Vector value) {
-    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(value));
-    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1));
-    alignas(32) double lanes[4];
-    _mm256_store_pd(lanes, _mm256_add_pd(low, high));
-    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+  static Doubles low_half(Vector value) { return _mm256_cvtps_pd(_mm256_castps256_ps128(value)); }
+  static Doubles high_half(Vector value) {
+    return _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1));
   }
+  static double sum(Doubles value) { return (value[0] + value[2]) + (value[1] + value[3]); }
+  static double sum(Vector value) { return sum(low_half(value) + high_half(value)); }
   static float largest(Vector value) {
     alignas(32) float lanes[8];
     _mm256_store_ps(lanes, value);

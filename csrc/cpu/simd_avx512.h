@@ -136,11 +136,12 @@ struct Simd {
   static Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
   static Doubles max(Doubles a, Doubles b) { return _mm512_max_pd(a, b); }
 
-  static double sum(Vector value) {
-    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(value));
-    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, 1));
-    return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+  static Doubles low_half(Vector value) { return _mm512_cvtps_pd(_mm512_castps512_ps256(value)); }
+  static Doubles high_half(Vector value) {
+    return _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, 1));
   }
+  static double sum(Doubles value) { return _mm512_reduce_add_pd(value); }
+  static double sum(Vector value) { return sum(low_half(value) + high_half(value)); }
   static float largest(Vector value) { return _mm512_reduce_max_ps(value); }
 
  private:

@@ -143,11 +143,10 @@ struct Simd {
   static Doubles fma(Doubles a, Doubles b, Doubles c) { return a * b + c; }
   static Doubles max(Doubles a, Doubles b) { return a > b ? a : b; }
 
-  static double sum(Vector value) {
-    double total = 0.0;
-    for (int i = 0; i < kLanes; ++i) total += value[i];
-    return total;
-  }
+  static Doubles low_half(Vector value) { return Doubles{value[0], value[1], value[2], value[3]}; }
+  static Doubles high_half(Vector value) { return Doubles{value[4], value[5], value[6], value[7]}; }
+  static double sum(Doubles value) { return (value[0] + value[2]) + (value[1] + value[3]); }
+  static double sum(Vector value) { return sum(low_half(value) + high_half(value)); }
   static float largest(Vector value) {
     float found = value[0];
     for (int i = 1; i < kLanes; ++i) found = value[i] > found ? value[i] : found;

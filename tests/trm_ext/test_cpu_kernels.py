@@ -350,6 +350,20 @@ class TestValues:
             error = (got.double() - exact[tokens]).abs()
             assert bool((error <= (1e-6 * exact[tokens].abs()).clamp_min(1e-7)).all())
 
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+    def test_the_log_ratio_beside_equal_columns(self, capability, dtype):
+        # Beside a token that holds the mass, a float rounds what such columns add, each alike.
+        x = torch.linspace(0, 0.5, 50000)[None]
+        y = x + 0.3
+        tokens = torch.tensor([2382, 11747, 23171, 45470, 49628])
+        x[:, tokens] += 15
+        y[:, tokens] += 15 * torch.tensor([1.0, 1.03, 0.98, 1.0, 1.02])
+        x, y = x.to(dtype), y.to(dtype)
+        exact = (y.double().log_softmax(-1) - x.double().log_softmax(-1))[0, tokens]
+        rows = [logits.expand(5, -1) for logits in (x, y)]
+        got = trm.token_divergence(*rows, tokens=tokens, outputs=("log_ratio",)).log_ratio
+        torch.testing.assert_close(got.double(), exact, rtol=0.0, atol=6e-8)
+
     def test_the_entropy_of_a_train_side_far_apart(self, capability):
         # Next to all of the rollout's mass is where the train side has next to none.
         x, e = torch.randn(2, 24, 50000, generator=torch.Generator().manual_seed(0))
