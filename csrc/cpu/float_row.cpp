@@ -365,21 +365,27 @@ class Slice {
   const DivergenceState<double>& total() const { return total_; }
 
  private:
-  // What is known of all columns, in the units of a part: so much rollout mass, KL times mass, at
-  // least; and whether the KL is infinite.
+  // What is known of all columns, in the frame of a part: both sides' mass at least, and what of it
+  // is in columns that are not near; KL times rollout mass, at least; whether the KL is infinite.
   struct Known {
-    double mass, train, kl;
+    double mass, train, far, kl;
     bool infinite;
 
     Known with(const DivergenceState<double>& piece, const ShiftEffect& effect) const {
-      return {mass + rollout_mass(piece), train + train_mass(piece), kl + effect.kl,
+      return {mass + rollout_mass(piece), train + train_mass(piece),
+              far + piece.far_mass + piece.far_train, kl + effect.kl,
               infinite || piece.has(kSupportViolation)};
     }
   };
   Known known_with(const DivergenceState<double>& part, const ShiftEffect& effect) const {
-    const Known total = {mass_in_frame(part.max_rollout),
-                         train_in_frame({part.max_rollout, part.shift}),
-                         in_frame(settled_, total_, part).kl, total_.has(kSupportViolation)};
+    Known total = {0.0, 0.0, 0.0, 0.0, total_.has(kSupportViolation)};
+    if (total_.has_both()) {
+      const FrameScales scales = scales_to({part.max_rollout, part.shift});
+      total.mass = scales.rollout * rollout_mass(total_);
+      total.train = scales.train * train_mass(total_);
+      total.far = scales.rollout * total_.far_mass + scales.train * total_.far_train;
+      total.kl = in_frame(settled_, total_, part).kl;
+    }
     return total.with(part, effect);
   }
 
@@ -446,16 +452,13 @@ class Slice {
                   before.excess_train + beside.excess_train);
   }
 
-  // The rollout mass of the total in the units of another maximum.
-  double mass_in_frame(double max_rollout) const {
-    if (!total_.has_both()) return 0.0;
-    return rollout_mass(total_) * std::exp(total_.max_rollout - max_rollout);
-  }
-
-  double train_in_frame(Frame<double> frame) const {
-    if (!total_.has_both()) return 0.0;
-    return train_mass(total_) *
-           std::exp(total_.max_rollout - frame.max_rollout - (total_.shift - frame.shift));
+  // What the total's masses become in another frame.
+  struct FrameScales {
+    double rollout, train;
+  };
+  FrameScales scales_to(Frame<double> frame) const {
+    const double unit = total_.max_rollout - frame.max_rollout;
+    return {std::exp(unit), std::exp(unit - (total_.shift - frame.shift))};
   }
 
   // The effects of one state in the units of another's frame.
@@ -507,7 +510,7 @@ class Slice {
   // Whether G may be a difference of sums: masses are off by 1e-7 of themselves, so G by 2e-7 S.
   bool may_be_apart(const Known& known, double least_kl) const {
     return tries_apart_ && extra_ == kRunPlain && !known.infinite && known.kl > 0.0 &&
-           known.kl >= least_kl * known.mass;
+           known.kl >= least_kl * known.mass && known.far >= kLeastApart * known.mass;
   }
 
   // Whether it may for the gradient, too, which is off by 2e-7 p beside q - p: a KL may be that of
@@ -532,8 +535,8 @@ class Slice {
   // Whether on both sides what is summed already weighs more than a token at the maxima would.
   bool outweighs_the_maxima() const {
     if (!total_.has_both()) return false;
-    const Frame<double> at = columns_.state_frame(columns_.frame(maxima_));
-    return mass_in_frame(at.max_rollout) > 1.0 && train_in_frame(at) > 1.0;
+    const FrameScales scales = scales_to(columns_.state_frame(columns_.frame(maxima_)));
+    return scales.rollout * rollout_mass(total_) > 1.0 && scales.train * train_mass(total_) > 1.0;
   }
 
   // Columns that one frame covers; whether the next frame needs maxima from further on. The shift
