@@ -514,9 +514,8 @@ class Slice {
   }
 
   // Whether it may for the gradient, too, which is off by 2e-7 p beside q - p: a KL may be that of
-  // one column far out. With masses w and v, and k = S/Q of all columns so far, the sum of |w - k
-  // v| is at least |S - k Q|; and for any k at least what the larger masses have beyond either
-  // side's.
+  // one column far out. Of masses w and v, with k = S/Q of all columns so far, |w - k v| sums to at
+  // least |S - k Q|; and for any k to at least what the larger of w and v have beyond S and Q.
   static bool are_apart(const DivergenceState<double>& piece, const RunSums& sums,
                         const Known& known) {
     const double rollout = rollout_mass(piece), train = train_mass(piece);
@@ -651,7 +650,7 @@ void refine(const DivergenceArgs& args, int64_t row, const DivergenceState<doubl
   exact.rollout_log = of_rollout.log / kLog2e;
   exact.train_log = of_train.log / kLog2e;
   const RowResult refined = finish(exact);
-  // The divergences stay: their other sums lack digits as the masses of the runs do.
+  // The divergences stay: they are made of other sums, too, whose errors the old masses share.
   for (const Output output :
        {kEntropyRollout, kEntropyTrain, kLogpRollout, kLogpTrain, kLogRatio}) {
     result.values[output] = refined.values[output];

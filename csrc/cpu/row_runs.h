@@ -117,7 +117,7 @@ struct RowRuns {
   Sum sum_plain[kRunTypes][kRunTypes][kRunExtras];
   Sum sum_scaled[2][2];  // [mixed][extras], float32 columns
   RunMaxima (*maxima[kRunTypes][kRunTypes])(const RunArgs&);
-  void (*masses[kRunTypes])(const MassArgs&, MassSums&);  // adds
+  void (*masses[kRunTypes])(const MassArgs&, MassSums&);  // adds to the sums
   void (*moments[kRunTypes][kRunTypes])(const MomentArgs&, MomentSums&);
   void (*moments_scaled[2])(const MomentArgs&, MomentSums&);
   void (*gradient[kRunTypes][kRunTypes])(const GradientArgs&);

@@ -3,8 +3,9 @@
 // Hot path per block of near columns (|u| <= 1/2, inside the frame): one exponential, one
 // polynomial and three sums per vector, two compares. Others take the exponential of one side, the
 // base, and that of the log-ratio, which gives the other side's mass, or is 0 where that side lacks
-// the column; blocks without one base take both sides' exponentials. NaN, +inf or a frame that no
-// longer covers ends the run.
+// the column; blocks without one base take both sides' exponentials, and so do all where the KL is
+// large, which need no more than sums of masses. NaN, +inf or a frame that no longer covers ends
+// the run.
 #pragma once
 
 #include <algorithm>
