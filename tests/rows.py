@@ -13,6 +13,8 @@ from trm_ext.reference import token_divergence as reference
 KL_RTOL = 1e-5
 # Gradient, relative L2, float32 arithmetic before rounding to the logits' dtype.
 GRADIENT_RTOL = 2e-6
+# A token's log-ratio: the larger of these.
+LOG_RATIO_RTOL, LOG_RATIO_ATOL = 1e-6, 1e-7
 
 
 def base_rows(kind: str, rows: int, vocab: int, seed: int = 0) -> Tensor:

@@ -884,18 +884,24 @@ struct Run {
     out.may = Simd::all(Simd::both(covered(out.a, out.b), Simd::less_equal(highest, train_slack)));
     return out;
   }
+  struct Masses {
+    Two rollout, train;
+  };
+  template <int kExtra>
+  [[gnu::always_inline]] Masses masses(const BothHead& head) const {
+    return {poly.exp2(Two{head.a.power, head.b.power}),
+            train_polynomials<kRough<kExtra>>().exp2(head.train_power)};
+  }
   template <bool kFinite, int kExtra>
   [[gnu::always_inline]] void add_both(Sums<kExtra>& sums, const BothHead& head) const {
     const Two u = {head.a.u, head.b.u};
-    const Two rollout = poly.exp2(Two{head.a.power, head.b.power});
-    const Two train = train_polynomials<kRough<kExtra>>().exp2(head.train_power);
+    const auto [rollout, train] = masses<kExtra>(head);
     const Two ratio = kFinite ? poly.wide_psi_over_u(u) : poly.narrow_psi_over_u(u);
     sums.template add_both<kFinite>(head.a, head.train_power.a, rollout.a, train.a, ratio.a);
     sums.template add_both<kFinite>(head.b, head.train_power.b, rollout.b, train.b, ratio.b);
   }
   [[gnu::always_inline]] void add_apart(Sums<kRunPlain>& sums, const BothHead& head) const {
-    const Two rollout = poly.exp2(Two{head.a.power, head.b.power});
-    const Two train = train_polynomials<kRough<kRunPlain>>().exp2(head.train_power);
+    const auto [rollout, train] = masses<kRunPlain>(head);
     sums.add_apart(head.a.u, rollout.a, train.a);
     sums.add_apart(head.b.u, rollout.b, train.b);
   }
@@ -990,6 +996,25 @@ template <Base kBase, bool kLooks, int kExtra, typename Rollout, typename Train,
   return column;
 }
 
+// A group of any blocks, up to where the frame does not cover; the first column not consumed.
+template <int kExtra, typename AnyRun, typename Add>
+[[gnu::always_inline]] inline int64_t add_group(const AnyRun& run, int64_t column,
+                                                Sums<kExtra>& group, bool& covered, Add add) {
+  constexpr int64_t kBlock = AnyRun::kBlock;
+  const int64_t whole = run.count / kBlock * kBlock;
+  const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
+  column = add_blocks(
+      column, end,
+      [&](int64_t at) {
+        run.prefetch(at);
+        return run.template both_head<kExtra>(run.rollout_block(at), run.train_block(at));
+      },
+      [](const auto&) {}, add);
+  covered = column == end;
+  group.close_both();
+  return column;
+}
+
 // Any blocks; ends where the frame does not cover, or after a group of near columns alone. If
 // kFinite, also where the KL proves not to be, or after groups that might have had one base.
 template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale kScale,
@@ -1003,16 +1028,8 @@ template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale k
   int64_t rollout_groups = 0, train_groups = 0;
   while (next == from && covered && column < whole) {
     Sums<kExtra> here;
-    const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
-    column = add_blocks(
-        column, end,
-        [&](int64_t at) {
-          run.prefetch(at);
-          return run.template both_head<kExtra>(run.rollout_block(at), run.train_block(at));
-        },
-        [](const auto&) {}, [&](const auto& head) { run.template add_both<kFinite>(here, head); });
-    covered = column == end;
-    here.close_both();
+    column = add_group(run, column, here, covered,
+                       [&](const auto& head) { run.template add_both<kFinite>(here, head); });
     sums.join(here);
     const float most = Simd::largest(here.largest), most_train = Simd::largest(here.largest_train);
     if (std::max(most, most_train) <= near_limit<float>()) {
@@ -1039,16 +1056,8 @@ template <typename Rollout, typename Train, RunScale kScale, bool kResidue>
   int64_t column = 0;
   while (covered && column < whole) {
     Sums<kRunPlain> here;
-    const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
-    column = add_blocks(
-        column, end,
-        [&](int64_t at) {
-          run.prefetch(at);
-          return run.template both_head<kRunPlain>(run.rollout_block(at), run.train_block(at));
-        },
-        [](const auto&) {}, [&](const auto& head) { run.add_apart(here, head); });
-    covered = column == end;
-    here.close_both();
+    column =
+        add_group(run, column, here, covered, [&](const auto& head) { run.add_apart(here, head); });
     sums.join(here);
   }
   return column;
@@ -1186,18 +1195,17 @@ void mass_run(const MassArgs& args, MassSums& out) {
   const Vector nothing = Simd::broadcast(-kInf);
   Doubles mass = {}, log = {};
   for (int64_t column = 0; column < args.count; column += kColumns) {
-    float x[kColumns];
-    for (int64_t i = 0; i < kColumns; i += Simd::kLanes) {
-      const int64_t left = args.count - (column + i);
-      Simd::store(x + i, left > 0 ? load_vector(logits + column + i, left) : nothing);
+    Doubles z[kBatch], rounded[kBatch], f[kBatch], weight[kBatch];
+    for (int i = 0; i < kBatch; i += 2) {
+      const int64_t first = column + i * kWidth, left = args.count - first;
+      const Vector x = left > 0 ? load_vector(logits + first, left) : nothing;
+      z[i] = Simd::low_half(x);
+      z[i + 1] = Simd::high_half(x);
     }
-    Doubles z[kBatch], rounded[kBatch], weight[kBatch];
     for (int i = 0; i < kBatch; ++i) {
-      z[i] = (Simd::widen(x + i * kWidth) - args.largest) * args.rate;
-      z[i] = Simd::max(z[i], Doubles{} - 1000.0);
+      z[i] = Simd::max((z[i] - args.largest) * args.rate, Doubles{} - 1000.0);
       rounded[i] = z[i] + kToInteger;
     }
-    Doubles f[kBatch];
     for (int i = 0; i < kBatch; ++i) {
       f[i] = z[i] - (rounded[i] - kToInteger);
       weight[i] = Simd::fma(f[i], Doubles{} + kExp2[0], Doubles{} + kExp2[1]);
@@ -1214,10 +1222,8 @@ void mass_run(const MassArgs& args, MassSums& out) {
       log = Simd::fma(weight[i], z[i], log);
     }
   }
-  for (int64_t i = 0; i < kWidth; ++i) {
-    out.mass += mass[i];
-    out.log += log[i];
-  }
+  out.mass += Simd::sum(mass);
+  out.log += Simd::sum(log);
 }
 
 template <typename Rollout, typename Train, RunScale kScale>
@@ -1282,10 +1288,13 @@ void moment_run(const MomentArgs& args, MomentSums& out) {
     bhattacharyya = Simd::add_where(at.only_train, bhattacharyya, q);
     outside = Simd::add_where(at.only_train, outside, q);
   }
-  out.tv = Simd::sum(tv);
-  out.chi2 = Simd::sum(chi2);
-  out.bhattacharyya = Simd::sum(bhattacharyya);
-  out.outside_mass = Simd::sum(outside);
+  const auto sum = [](Vector value) {
+    return Simd::sum(Simd::low_half(value) + Simd::high_half(value));
+  };
+  out.tv = sum(tv);
+  out.chi2 = sum(chi2);
+  out.bhattacharyya = sum(bhattacharyya);
+  out.outside_mass = sum(outside);
   out.max_log_ratio = Simd::largest(largest);
 }
 

@@ -132,7 +132,6 @@ struct Simd {
     return _mm256_and_ps(alive, _mm256_castsi256_ps(scaled));
   }
 
-  static Doubles widen(const float* place) { return _mm256_cvtps_pd(_mm_loadu_ps(place)); }
   static Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm256_fmadd_pd(a, b, c); }
   static Doubles max(Doubles a, Doubles b) { return _mm256_max_pd(a, b); }
 
@@ -141,7 +140,6 @@ struct Simd {
     return _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1));
   }
   static double sum(Doubles value) { return (value[0] + value[2]) + (value[1] + value[3]); }
-  static double sum(Vector value) { return sum(low_half(value) + high_half(value)); }
   static float largest(Vector value) {
     alignas(32) float lanes[8];
     _mm256_store_ps(lanes, value);

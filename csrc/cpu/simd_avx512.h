@@ -132,7 +132,6 @@ struct Simd {
   // a 2^k; k a whole number, and rounded = k + 1.5 2^23. 0 where k < -149.
   static Vector scale_whole(Vector a, Vector k, Vector) { return _mm512_scalef_ps(a, k); }
 
-  static Doubles widen(const float* place) { return _mm512_cvtps_pd(_mm256_loadu_ps(place)); }
   static Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
   static Doubles max(Doubles a, Doubles b) { return _mm512_max_pd(a, b); }
 
@@ -141,7 +140,6 @@ struct Simd {
     return _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, 1));
   }
   static double sum(Doubles value) { return _mm512_reduce_add_pd(value); }
-  static double sum(Vector value) { return sum(low_half(value) + high_half(value)); }
   static float largest(Vector value) { return _mm512_reduce_max_ps(value); }
 
  private:

@@ -135,18 +135,12 @@ struct Simd {
     return Vector(alive & Mask(Words(a) + (Words(rounded) << 23)));  // modulo 2^32
   }
 
-  static Doubles widen(const float* place) {
-    Doubles value;
-    for (int i = 0; i < 4; ++i) value[i] = place[i];
-    return value;
-  }
   static Doubles fma(Doubles a, Doubles b, Doubles c) { return a * b + c; }
   static Doubles max(Doubles a, Doubles b) { return a > b ? a : b; }
 
   static Doubles low_half(Vector value) { return Doubles{value[0], value[1], value[2], value[3]}; }
   static Doubles high_half(Vector value) { return Doubles{value[4], value[5], value[6], value[7]}; }
   static double sum(Doubles value) { return (value[0] + value[2]) + (value[1] + value[3]); }
-  static double sum(Vector value) { return sum(low_half(value) + high_half(value)); }
   static float largest(Vector value) {
     float found = value[0];
     for (int i = 1; i < kLanes; ++i) found = value[i] > found ? value[i] : found;
