@@ -49,15 +49,18 @@ constexpr double kTokenRoundedShift = 1.0, kTokenRoundedKl = 0.1;
 // KL from which on entropies, and a token's log-ratio, need sums in doubles; and the log-ratio also
 // from a smaller one on, where columns that are not near hold so much mass (over the rollout's).
 constexpr double kEntropyKl = 1.0, kTokenKl = 0.2, kFarTokenKl = 0.01, kFarTokenMass = 0.1;
+// Chains of 16 floats may leave 16 times 2^-24 of the spread sqrt(2 KL) of all log-ratios in one:
+// from this spread on that is 1e-7, and more than 1e-6 of a log-ratio below it.
+constexpr double kTokenSpread = 0.1;
 constexpr double kLog2e = 1.4426950408889634;
 // How far a logit may stand above its frame, in powers of 2, at least and at most. In between, as
 // far as it is not one token with next to all mass (kOneToken): such a one needs a frame of its
 // own.
 constexpr double kLeastSlack = frame_slack<float>() * kLog2e;
 constexpr double kMostSlack = 7.0;
-// Rows beyond these take doubles: a difference of two logits may not be representable; the
-// rollout's maximum times the rate must round to something within a small part of a nat.
-constexpr float kLargest = 1e30f;
+// Rows with maxima beyond these take doubles: of a shift so large two words hold too little of a
+// nat; the rollout's maximum times the rate must round to something within a small part of one.
+constexpr float kLargest = 0x1p30f;
 constexpr double kLargestOrigin = 1 << 20;
 
 // A row's logits as the runs want them: contiguous, in their own type or widened to float32.
@@ -233,7 +236,7 @@ class RowColumns {
   float train_buffer_[kRunColumns];
 };
 
-// Maxima of [begin, ...) far enough that each side that has a finite logit shows one.
+// Maxima of [begin, ...) far enough that each side shows a logit, if it has one, that is no mask.
 RunMaxima look_ahead(RowColumns& columns, int64_t begin, int64_t end) {
   RunMaxima found = {-infinity<float>(), -infinity<float>()};
   auto* const maxima = columns.runs().maxima[columns.rollout_type()][columns.train_type()];
@@ -241,7 +244,7 @@ RunMaxima look_ahead(RowColumns& columns, int64_t begin, int64_t end) {
     const RunMaxima here = maxima(columns.at(first, std::min(kLookColumns, end - first)));
     found.rollout = std::max(found.rollout, here.rollout);
     found.train = std::max(found.train, here.train);
-    if (found.rollout > -infinity<float>() && found.train > -infinity<float>()) break;
+    if (found.rollout > -kLargest && found.train > -kLargest) break;
   }
   return found;
 }
@@ -419,6 +422,7 @@ class Slice {
     args.infinite = known.infinite;
     args.apart = takes.apart;
     args.loop = loop_;
+    args.short_groups = has_token_;
     const RowRuns& runs = columns_.runs();
     const int x = columns_.rollout_type(), y = columns_.train_type();
     const auto sum = columns_.scaled() ? runs.sum_scaled[columns_.mixed()][extra_ != 0]
@@ -625,8 +629,10 @@ void refine(const DivergenceArgs& args, int64_t row, const DivergenceState<doubl
             RowResult& result) {
   const double kl = result.values[kKl];
   const double far = (state.far_mass + state.far_train) / rollout_mass(state);
+  const double spread = std::sqrt(2.0 * kl);
+  const bool small = spread > kTokenSpread && spread > std::fabs(result.values[kLogRatio]);
   const bool tokens = (args.outputs & kTokenOutputs) &&
-                      (kl > kTokenKl || (kl > kFarTokenKl && far > kFarTokenMass));
+                      (kl > kTokenKl || small || (kl > kFarTokenKl && far > kFarTokenMass));
   const bool entropies = (args.outputs & kEntropyOutputs) && kl > kEntropyKl;
   if (!tokens && !entropies) return;
   RowColumns columns(args, row);
@@ -635,6 +641,8 @@ void refine(const DivergenceArgs& args, int64_t row, const DivergenceState<doubl
   rollout.rate = kLog2e / columns.rollout_temperature();
   train.largest = (state.max_rollout - state.shift) * columns.train_temperature();
   train.rate = kLog2e / columns.train_temperature();
+  const RunMaxima maxima = {static_cast<float>(rollout.largest), static_cast<float>(train.largest)};
+  if (columns.are_too_large(maxima)) return;  // such rows took doubles
   MassSums of_rollout, of_train;
   for (int64_t first = 0; first < args.vocab; first += kRunColumns) {
     const RunArgs run = columns.at(first, std::min(kRunColumns, args.vocab - first));

@@ -30,9 +30,10 @@ struct RunArgs {
   const void* rollout;  // first column of the run
   const void* train;
   int64_t count;
-  bool infinite = false;  // the KL is: its gaps do not matter
-  bool apart = false;     // G may be a difference of sums: the KL is large; not with extras
-  int32_t loop = 0;       // where the run before ended, see RunSums
+  bool infinite = false;      // the KL is: its gaps do not matter
+  bool apart = false;         // G may be a difference of sums: the KL is large; not with extras
+  bool short_groups = false;  // chains of float additions are half as long
+  int32_t loop = 0;           // where the run before ended, see RunSums
   RunFrame frame;
   float rate;                       // log2(e) over the shared temperature; log2(e) if mixed
   float slack;                      // a rollout logit so many powers of 2 above its maximum, or

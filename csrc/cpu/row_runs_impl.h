@@ -37,9 +37,10 @@ constexpr float kWide = 1.0f, kNarrow = 0.3466f;
 // Equal columns round alike, so a chain of n float additions may be off by n 2^-25 of its sum: sums
 // of so many additions each are added up (Totals).
 constexpr int64_t kChain = 32;
-// Blocks in a group, and how many of them must lack a side's mass for such to be looked for on.
+// Blocks in a group, and how many of them may have a side's mass if such without it are to be
+// looked for on.
 constexpr int64_t kGroupBlocks = kChain / 2;
-constexpr int64_t kLoneBlocks = 14;
+constexpr int64_t kFewBlocks = 2;
 // A loop with one base that ends sooner, in blocks, was not worth its start: the loop that takes
 // any block goes on, and until so many groups in a row might have had one base.
 constexpr int64_t kWorthwhile = 64;
@@ -686,6 +687,7 @@ struct Run {
   const Rollout* const rollout;
   const Train* const train;
   const int64_t count;
+  const int64_t group;  // columns in one
   const Columns<kScale> columns;
   const Polynomials poly;
   const Polynomials train_poly;  // of train powers taken roughly
@@ -703,6 +705,7 @@ struct Run {
       : rollout(static_cast<const Rollout*>(args.rollout)),
         train(static_cast<const Train*>(args.train)),
         count(args.count),
+        group(kGroupBlocks * kBlock / (args.short_groups ? 2 : 1)),
         columns(args),
         train_poly(args.frame.train_factor),
         slack(Simd::constant(args.slack)),
@@ -955,7 +958,7 @@ template <Base kBase, bool kLooks, int kExtra, typename Rollout, typename Train,
     bool near = true, fits = true;
     Sums<kExtra> here;
     const int64_t begin = column;
-    const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
+    const int64_t end = std::min(column + run.group, whole);
     int64_t alone = 0;
     while (fits && column < end) {
       if constexpr (kLooks) {
@@ -988,7 +991,7 @@ template <Base kBase, bool kLooks, int kExtra, typename Rollout, typename Train,
     } else if (near && alone == 0) {
       next = Loop::kNear;
     } else if constexpr (kLooks) {
-      if (alone < kLoneBlocks * kBlock) next = based_loop<kBase, false>();
+      if (alone < run.group - kFewBlocks * kBlock) next = based_loop<kBase, false>();
     } else if (kExtra == kRunPlain && here.template is_alone<kBase>()) {
       next = based_loop<kBase, true>();
     }
@@ -1002,7 +1005,7 @@ template <int kExtra, typename AnyRun, typename Add>
                                                 Sums<kExtra>& group, bool& covered, Add add) {
   constexpr int64_t kBlock = AnyRun::kBlock;
   const int64_t whole = run.count / kBlock * kBlock;
-  const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
+  const int64_t end = std::min(column + run.group, whole);
   column = add_blocks(
       column, end,
       [&](int64_t at) {
@@ -1081,7 +1084,7 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
   while (covered && column < whole) {
     while (loop == Loop::kNear && column < whole) {
       Sums<kExtra> here;
-      const int64_t end = std::min(column + kGroupBlocks * kBlock, whole);
+      const int64_t end = std::min(column + run.group, whole);
       for (; column < end; column += kBlock) {
         run.prefetch(column);
         const Two x = run.rollout_block(column), y = run.train_block(column);

@@ -380,6 +380,22 @@ class TestValues:
         errors = log_ratio_errors(x, y, tokens)
         assert float(errors.max()) <= torch.finfo(torch.float32).eps / 2
 
+    @pytest.mark.parametrize("first", (5, 40, 300))
+    @pytest.mark.parametrize("move", (0.05, 0.1, 0.2, 0.3, 0.6))
+    def test_the_log_ratios_of_two_tokens_above_equal_columns(self, capability, move, first):
+        # A chain of floats that holds such a token rounds all that it adds to it alike.
+        for level in (0.0, 0.003, 0.1, 0.3):
+            x = torch.full((1, 4097), level)
+            y = 0.7 * x + 0.01
+            tokens = torch.tensor([first, first + 1500, 9])
+            x[0, tokens[:2]] += 15
+            y[0, tokens[:2]] += 15 + move * torch.tensor([1.0, -0.7])
+            for dtype in STORED:
+                pair = x.to(dtype), y.to(dtype)
+                sizes = exact_log_ratios(*pair)[0, tokens].abs()
+                limits = (LOG_RATIO_RTOL * sizes).clamp_min(LOG_RATIO_ATOL)
+                assert bool((log_ratio_errors(*pair, tokens) <= limits).all())
+
     def test_the_entropy_of_a_train_side_far_apart(self, capability):
         # Next to all of the rollout's mass is where the train side has next to none.
         x, e = torch.randn(2, 24, 50000, generator=torch.Generator().manual_seed(0))
@@ -392,14 +408,41 @@ class TestValues:
         limit = 32 * torch.finfo(torch.float32).eps / 2
         torch.testing.assert_close(got.double(), want, rtol=limit, atol=limit)
 
-    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-    @pytest.mark.parametrize("offset", (1e6, 1e9))
-    def test_sides_far_apart_as_a_whole(self, capability, offset, dtype):
-        # The shift keeps what a float of its size would round.
+    @pytest.mark.parametrize("temperatures", ((1.0, 1.0), (0.6, 0.6), (0.7, 1.3)), ids=str)
+    @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+    @pytest.mark.parametrize("offset", (1e6, 1e9, 1e11, 1e15, 3e38))
+    @pytest.mark.parametrize("side", ("rollout", "train"))
+    def test_one_side_far_off_as_a_whole(self, capability, side, offset, dtype, temperatures):
+        # Equal logits are the uniform policy wherever they lie. The shift keeps what a float of its
+        # size would round, and of a quotient's rounding nothing is left. Where a double of its size
+        # is no shift to a nat either, kl_train_rollout has no frame to be exact in.
         x = 6 * torch.randn(3, 5003, generator=torch.Generator().manual_seed(0))
-        y = torch.full_like(x, -offset)
-        check(x.to(dtype), y.to(dtype), SUMS)
-        check(y.to(dtype), x.to(dtype), SUMS)
+        x, tokens = x.to(dtype), torch.tensor([0, 7, 5002])
+        far, zero = torch.full_like(x, -offset), torch.zeros_like(x)
+        pair, same = ((far, x), (zero, x)) if side == "rollout" else ((x, far), (x, zero))
+        leaves = [t.clone().requires_grad_() for t in pair]
+        t_x, t_y = (torch.full((3,), t, dtype=torch.float64) for t in temperatures)
+        got = trm.token_divergence(
+            *leaves, tokens=tokens, outputs=OUTPUTS, rollout_temperature=t_x, train_temperature=t_y
+        )
+        values, diagnostics, statistics = twin(*same, tokens, OUTPUTS, (t_x, t_y))
+        framed = offset < 2**53
+        for name, want in zip(OUTPUTS, [*values, *diagnostics], strict=True):
+            if name == "kl_train_rollout" and not framed:
+                continue
+            absolute = 0.0 if name in ("kl", "kl_train_rollout", *DIAGNOSTICS[:2]) else 4e-6
+            torch.testing.assert_close(
+                getattr(got, name).double(), want, rtol=KL_RTOL, atol=absolute, msg=name
+            )
+        upstream = torch.randn(len(VALUES), 3, generator=torch.Generator().manual_seed(1))
+        upstream[VALUES.index("kl_train_rollout")] *= framed
+        grads = torch.autograd.grad(list(got[: len(VALUES)]), leaves, list(upstream.to(got.kl)))
+        wants = reference.token_divergence_backward(
+            upstream, *same, statistics, tokens, None, t_x, t_y, 0, 5003, encode(VALUES), True, True
+        )
+        for grad, want in zip(grads, wants, strict=True):
+            error = float((grad.double() - want).norm() / want.norm())
+            assert error <= GRADIENT_RTOL + torch.finfo(dtype).eps / 2
 
     @pytest.mark.parametrize("gaps", (0.0, 0.3))
     @pytest.mark.parametrize("low", (1e3, 3e5, 1e6, 1e7, 1e16, 3e38))

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from trm_ext import outputs as output_names
-from trm_ext.reference.token_divergence import INF, psi, tempered
+from trm_ext.reference.token_divergence import (
+    INF,
+    log_ratio_in_frame,
+    psi,
+    tempered,
+    train_exponent,
+)
 
 HAS_ROLLOUT, HAS_TRAIN, NON_FINITE, VIOLATES, OUTSIDE, HAS_TOKEN, TRAIN_GAP, ENTROPY = (
     1 << bit for bit in range(8)
@@ -52,12 +58,13 @@ def _state_of(x: Tensor, y: Tensor, column: int, carried: int) -> list[float]:
     flags |= VIOLATES if bool((in_x & ~in_y).any()) else 0
     flags |= OUTSIDE if bool((in_y & ~in_x).any()) else 0
     both = in_x & in_y
-    u = torch.where(both, x - y - c, 0.0)
-    w = torch.exp(x - m)
-    e = torch.exp(y - m + c)
+    shift = torch.tensor(c, dtype=torch.float64)
+    u = torch.where(both, log_ratio_in_frame(x, y, shift), 0.0)
+    log_e = train_exponent(y, m, shift)
+    w, e = torch.exp(x - m), torch.exp(log_e)
     near = both & (u.abs() <= 0.5)
     far = ~near
-    log_w, log_e = torch.where(in_x, x - m, 0.0), torch.where(in_y, y - m + c, 0.0)
+    log_w, log_e = torch.where(in_x, x - m, 0.0), torch.where(in_y, log_e, 0.0)
     chi = torch.where(near, w * (u * u - psi(u) * (1 + u)), w - e * (1 + u))
     chi = torch.where(in_x, chi, 0.0)
     return [
@@ -179,6 +186,8 @@ def divergence_finish(state: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
     kl = (gn + (qf - sf + af)) / mass - lost
     kl = torch.where(b.abs() > 0.5, (an + af) / mass + gain, kl)
     other = (r / mass - bent) / (1 + b)
+    finite = (xt > -INF) & (yt > -INF)
+    u = torch.where(finite, log_ratio_in_frame(xt, yt, c), xt - yt)
     found = {
         "kl": kl.clamp(min=0).masked_fill(has(VIOLATES), INF),
         "kl_train_rollout": other.clamp(min=0)
@@ -187,8 +196,8 @@ def divergence_finish(state: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
         "entropy_rollout": (mass.log() - e / mass).clamp(min=0),
         "entropy_train": (train.log() - y / train).clamp(min=0),
         "logp_rollout": (xt - m - mass.log()).clamp(max=0),
-        "logp_train": (yt - m + c - mass.log() - gain).clamp(max=0),
-        "log_ratio": -(xt - yt - c + gain),
+        "logp_train": (train_exponent(yt, m, c) - mass.log() - gain).clamp(max=0),
+        "log_ratio": -(u + gain),
     }
     undefined = has(NON_FINITE) | ~has(HAS_ROLLOUT) | ~has(HAS_TRAIN)
     rows = []

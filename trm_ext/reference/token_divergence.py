@@ -30,6 +30,25 @@ def tempered(logits: Tensor, temperature: Tensor | None, vocab_size: int) -> Ten
     return logits if temperature is None else logits / temperature[..., None]
 
 
+def difference_error(a: Tensor, b: Tensor, difference: Tensor) -> Tensor:
+    """a - b - fl(a - b), exactly; of finite numbers."""
+    b_part = a - difference
+    return (a - (difference + b_part)) + (b_part - b)
+
+
+def log_ratio_in_frame(x: Tensor, y: Tensor, shift: Tensor) -> Tensor:
+    """(x - y) - shift with the rounding of x - y restored: one side may lie far from the other."""
+    difference = x - y
+    return (difference - shift) + difference_error(x, y, difference)
+
+
+def train_exponent(y: Tensor, m: Tensor | float, shift: Tensor) -> Tensor:
+    """y - m + shift, likewise; -inf where y is."""
+    raised = y + shift
+    error = difference_error(y, -shift, raised)
+    return (raised - m) + torch.where(y > -INF, error, 0.0)
+
+
 class Row:
     """Log-probabilities, probabilities and log(p/q) of every row, in float64."""
 
@@ -55,13 +74,15 @@ class Row:
         self.logp = torch.log_softmax(x, -1)
         self.logq = torch.log_softmax(y, -1)
         self.p, self.q = self.logp.exp(), self.logq.exp()
+        self.frame = _frame(x, y)
         # log(p/q) from the logits' difference and one scalar per row, so that it is as accurate
         # as x - y even where p is 1e-300.
         both = self.in_rollout & self.in_train
         x_both, y_both = x.masked_fill(~both, 0.0), y.masked_fill(~both, 0.0)
-        gap = torch.logsumexp(x, -1) - torch.logsumexp(y, -1)
         self.both = both
-        self.t = ((x_both - y_both) - gap[..., None]).masked_fill(~both, 0.0)
+        shift, residual = (part[..., None] for part in self.frame[2:])
+        u = log_ratio_in_frame(x_both, y_both, shift)
+        self.t = (u - residual).masked_fill(~both, 0.0)
         self.violates = (self.in_rollout & ~self.in_train).any(-1)
         self.outside = (self.in_train & ~self.in_rollout).any(-1)
 
@@ -112,15 +133,11 @@ def token_divergence(
             output_names.decode(outputs & ~output_names.VALUE_BITS),
         )
     )
-    frame = _frame(
-        tempered(rollout_logits, rollout_temperature, vocab_size),
-        tempered(train_logits, train_temperature, vocab_size),
-    )
     asked = set(output_names.decode(outputs))
     entropies = {"entropy_rollout", "entropy_train"}
     carried = {"kl"} | asked & {"kl_train_rollout"} | (entropies if asked & entropies else set())
     full = [found[name] if name in carried else nothing for name in output_names.OUTPUTS[:4]]
-    statistics = torch.stack([*frame, *full], -1)
+    statistics = torch.stack([*row.frame, *full], -1)
     statistics = statistics.masked_fill(row.undefined[..., None], float("nan"))
     if token_mask is not None:
         values = values.masked_fill(~token_mask, 0.0)
@@ -163,10 +180,10 @@ def _frame(x: Tensor, y: Tensor) -> list[Tensor]:
     """M, log S, c, residual in the frame of the two maxima."""
     if x.shape[-1] == 0:
         return [x.new_full(x.shape[:-1], float("nan"))] * 4
-    m, shift = x.amax(-1), x.amax(-1) - y.amax(-1)
-    log_mass = torch.logsumexp(x - m[..., None], -1)
-    gap = torch.logsumexp(x, -1) - torch.logsumexp(y, -1)
-    return [m, log_mass, shift, gap - shift]
+    m, n = x.amax(-1), y.amax(-1)
+    shift = m - n
+    log_mass, log_train = (torch.logsumexp(z - z.amax(-1, keepdim=True), -1) for z in (x, y))
+    return [m, log_mass, shift, (log_mass - log_train) + difference_error(m, n, shift)]
 
 
 def token_divergence_backward(
@@ -192,9 +209,9 @@ def token_divergence_backward(
     in_rollout, in_train = x > -INF, y > -INF
     both = in_rollout & in_train
     logp = (x - m) - log_mass
-    logq = (y - m + shift) + residual - log_mass
+    logq = train_exponent(y, m, shift) + residual - log_mass
     p, q = logp.exp(), logq.exp()
-    t = torch.where(both, (x - y) - shift - residual, 0.0)
+    t = torch.where(both, log_ratio_in_frame(x, y, shift) - residual, 0.0)
     q_minus_p = torch.where(both & (t.abs() <= 0.5), p * torch.expm1(-t), q - p)
     logp, logq = logp.masked_fill(~in_rollout, 0.0), logq.masked_fill(~in_train, 0.0)
     hot = torch.zeros_like(p)

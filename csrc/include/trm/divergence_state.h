@@ -113,7 +113,8 @@ TRM_INLINE Real train_exponent(Real y, Real max_rollout, Real shift) {
 }
 
 // A logit over its temperature: value + error is the quotient to twice the working precision, so
-// that rounding a temperature's product does not show in u.
+// that rounding a temperature's product does not show in u. Not of quotients beyond 2^30: a row's
+// largest has no error in its frame, and e to the power of one so large may overflow.
 template <typename Real>
 struct Logit {
   Real value;
@@ -141,7 +142,7 @@ template <typename Real>
 TRM_INLINE Logit<Real> over_temperature(Real x, const InverseTemperature<Real>& inverse) {
   Logit<Real> out;
   out.value = x * inverse.high;
-  if (std::fabs(x) < infinity<Real>()) {
+  if (std::fabs(out.value) <= Real(0x1p30)) {
     out.error = std::fma(x, inverse.low, std::fma(x, inverse.high, -out.value));
   }
   return out;
@@ -487,10 +488,11 @@ TRM_HOST_DEVICE inline RowResult finish(const DivergenceState<double>& s) {
     out.values[kEntropyTrain] = at_least_zero(std::log(train) - s.train_log / train);
   }
   if (s.has(kHasToken)) {
-    const double u = (s.token_rollout - s.token_train) - s.shift;
-    out.values[kLogpRollout] = at_most_zero(s.token_rollout - s.max_rollout - log_mass);
-    out.values[kLogpTrain] =
-        at_most_zero((s.token_train - s.max_rollout + s.shift) - log_mass - log_gain);
+    const double x = s.token_rollout, y = s.token_train;
+    const double u = x > -kInf && y > -kInf ? log_ratio_in_frame(x, y, s.shift) : x - y;
+    const double log_train = y > -kInf ? train_exponent(y, s.max_rollout, s.shift) : y;
+    out.values[kLogpRollout] = at_most_zero(x - s.max_rollout - log_mass);
+    out.values[kLogpTrain] = at_most_zero(log_train - log_mass - log_gain);
     out.values[kLogRatio] = -(u + log_gain);
   }
   out.statistics[kStatMaxRollout] = s.max_rollout;

@@ -70,10 +70,12 @@ TRM_HOST_DEVICE inline void attach_token(const DivergenceArgs& args, int64_t row
   const int64_t column = token_column(args, row);
   if (column < 0) return;
   state.flags |= kHasToken;
-  state.token_rollout = load_column<double>(args.rollout, row, args.inner, column) /
-                        temperature(args.rollout_temperature, row, args.inner);
-  state.token_train = load_column<double>(args.train, row, args.inner, column) /
-                      temperature(args.train_temperature, row, args.inner);
+  const RowScale<double> scale = row_scale<double>(args, row);
+  const Logit<double> x =
+      scale.of_rollout(load_column<double>(args.rollout, row, args.inner, column));
+  const Logit<double> y = scale.of_train(load_column<double>(args.train, row, args.inner, column));
+  state.token_rollout = x.value + x.error;
+  state.token_train = y.value + y.error;
 }
 
 template <typename Real>
