@@ -53,6 +53,8 @@ KINDS = (
     "lacks",
     "own",
     "own-finite",
+    "constrained",
+    "constrained-rollout",
     "ways1",
     "unrelated",
     "unrelated4",
@@ -115,8 +117,9 @@ def rows(kind: str, count: int, vocab: int, dtype: str) -> tuple[Tensor, Tensor]
     and half: 90, 99, 99.9 and 50 % of the rollout -inf; gaps and truncated: 10 and 90 % of both
     sides -inf; masked: half of the rollout -1e4; lacks: 10 % of the train side -inf, so that the KL
     is infinite; own: 10 % of each side -inf where the other is not; own-finite: 1 % of each side
-    -1e4 likewise; unrelated: the logits of another policy, unrelated4 and 6 both of std 4 and 6. A
-    mix has 20 % of other columns apart, too.
+    -1e4 likewise; constrained: all but 8 columns the lowest number, on both sides or one;
+    unrelated: the logits of another policy, unrelated4 and 6 both of std 4 and 6. A mix has 20 % of
+    other columns apart, too.
     """
     kind, *mixed = kind.split()
     generator = torch.Generator().manual_seed(0)
@@ -136,6 +139,11 @@ def rows(kind: str, count: int, vocab: int, dtype: str) -> tuple[Tensor, Tensor]
         y = torch.where(chosen, x - step, y)
     elif kind in ("masked", "own-finite"):
         x = x.masked_fill(chosen, -1e4)
+    elif kind.startswith("constrained"):
+        allowed = torch.randint(vocab, (8,), generator=generator)
+        lowest = torch.full_like(x, torch.finfo(DTYPES[dtype]).min)
+        x = lowest.index_copy(1, allowed, x[:, allowed])
+        y = y if kind.endswith("rollout") else lowest.index_copy(1, allowed, y[:, allowed])
     elif kind.startswith("unrelated"):
         std = int(kind[-1]) if kind[-1].isdigit() else 3
         x, y = x * (std / 3), std * noise

@@ -103,7 +103,9 @@ def token_divergence(
         Relative error of kl <= 1e-5 down to kl = 1e-9 for float32 logits; never negative; exactly 0
         for equal rows. Deterministic, and independent of the number of rows and threads. On CPUs
         log_ratio is within 1e-7, or 1e-6 of itself: for it, and for entropies, rows whose sides are
-        far apart take another sweep, in float64.
+        far apart take another sweep, in float64. Finite masks are logits like others: where the
+        train side alone has them, kl is their share of the rollout times their depth; gradients
+        of float32 arithmetic count log-ratios beyond 1e30 as that.
 
     Source:
         Trust Region Masking, arXiv 2512.23075: KL(rollout||train) is its token divergence.

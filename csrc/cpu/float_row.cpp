@@ -62,6 +62,9 @@ constexpr double kMostSlack = 7.0;
 // nat; the rollout's maximum times the rate must round to something within a small part of one.
 constexpr float kLargest = 0x1p30f;
 constexpr double kLargestOrigin = 1 << 20;
+// Tempered logits below this are masks: a slice without others on a side gets its frame as if this
+// were its largest, and has no mass there. A row that has none takes doubles.
+constexpr double kHighestMask = -(1 << 19);
 
 // A row's logits as the runs want them: contiguous, in their own type or widened to float32.
 class RowColumns {
@@ -142,6 +145,12 @@ class RowColumns {
   Frame<double> state_frame(const RunFrame& frame) const {
     const double unit = mixed() ? 1.0 : rollout_temperature_;
     return {max_rollout(frame) / unit, (static_cast<double>(frame.shift) + frame.shift_low) / unit};
+  }
+
+  // The highest logits that are masks.
+  RunMaxima highest_masks() const {
+    return {static_cast<float>(kHighestMask * rollout_temperature_),
+            static_cast<float>(kHighestMask * train_temperature_)};
   }
 
   // Whether rows with these maxima (a side without one has -inf) are more than float32 runs take.
@@ -236,16 +245,20 @@ class RowColumns {
   float train_buffer_[kRunColumns];
 };
 
-// Maxima of [begin, ...) far enough that each side shows a logit, if it has one, that is no mask.
+// Maxima of [begin, ...) far enough that each side shows a logit, if it has one, that is no mask;
+// of a side that has masks alone, the highest mask.
 RunMaxima look_ahead(RowColumns& columns, int64_t begin, int64_t end) {
   RunMaxima found = {-infinity<float>(), -infinity<float>()};
+  const RunMaxima masks = columns.highest_masks();
   auto* const maxima = columns.runs().maxima[columns.rollout_type()][columns.train_type()];
   for (int64_t first = begin; first < end; first += kLookColumns) {
     const RunMaxima here = maxima(columns.at(first, std::min(kLookColumns, end - first)));
     found.rollout = std::max(found.rollout, here.rollout);
     found.train = std::max(found.train, here.train);
-    if (found.rollout > -kLargest && found.train > -kLargest) break;
+    if (found.rollout > masks.rollout && found.train > masks.train) return found;
   }
+  if (found.rollout > -infinity<float>()) found.rollout = std::max(found.rollout, masks.rollout);
+  if (found.train > -infinity<float>()) found.train = std::max(found.train, masks.train);
   return found;
 }
 
@@ -623,6 +636,11 @@ class Slice {
 DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, SliceRange range) {
   Slice slice(args, row, range);
   return slice.sum() ? slice.total() : double_row::slice_state(args, row, range);
+}
+
+bool has_only_masks(const DivergenceState<double>& state) {
+  return (state.has(kHasRollout) && rollout_mass(state) < kLeastMass) ||
+         (state.has(kHasTrain) && train_mass(state) < kLeastMass);
 }
 
 void refine(const DivergenceArgs& args, int64_t row, const DivergenceState<double>& state,

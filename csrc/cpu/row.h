@@ -33,8 +33,11 @@ DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const d
 void slice_gradient(const DivergenceBackwardArgs& args, int64_t row,
                     const RowGradient<double>& gradient, SliceRange range);
 
-// A second sweep, in doubles, over a row whose KL is too large for float sums to give the token's
-// log-ratio or the entropies that are asked for.
+// Whether a row's state lacks a side's mass: of that side it has masks alone, and takes doubles.
+bool has_only_masks(const DivergenceState<double>& state);
+
+// A second sweep, in doubles, over a row whose float sums do not give the token's log-ratio or the
+// entropies that are asked for: the KL is too large for them, or beside it the log-ratio too small.
 void refine(const DivergenceArgs& args, int64_t row, const DivergenceState<double>& state,
             RowResult& result);
 }  // namespace float_row

@@ -32,6 +32,9 @@ DivergenceState<double> ForwardJob::joined(const DivergenceState<double>* slices
 
 void ForwardJob::write_sums(int64_t row, DivergenceState<double> state) const {
   if (!counts(args_, row)) return write_masked_row(args_, out_, row);
+  if (!out_.wide && !state.has(kNonFinite) && float_row::has_only_masks(state)) {
+    state = double_row::slice_state(args_, row, {0, args_.vocab});
+  }
   attach_token(args_, row, state);
   if (out_.state != nullptr) return write_state(out_, row, state);
   RowResult result = finish(state);

@@ -80,6 +80,8 @@ def test_moves_and_merges_against_mpmath(lift, turn):
         turn, top_y = lift, -1.0
     a, b = state_of(x, y), state_of([top_x], [top_y])
     near = near_labels(x, y, a) + near_labels([top_x], [top_y], b)
+    if abs(turn) > 1:  # what was near in a is far
+        near[: len(x)] = [False] * len(x)
     merged = torch.ops.trm.divergence_state_merge(torch.stack([a, b]))[0]
     m, c = float(merged[0]), float(merged[1])
     assert m == max(0.0, top_x)

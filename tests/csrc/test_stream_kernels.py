@@ -176,6 +176,28 @@ def test_masking_by_the_smallest_finite_number(backend, pair):
     check(backend, x, y, 2048, tokens=(~hidden).int().argmax(-1))
 
 
+@pytest.mark.parametrize("first", (0, 300, 2048, 5000))
+@pytest.mark.parametrize("low", (1e4, 1e9, 1e20, 3.3e38))
+@pytest.mark.parametrize("side", ("rollout", "train"))
+@pytest.mark.parametrize("pair", ("bf16", "fp32"))
+def test_masks_of_one_side_by_finite_numbers(backend, pair, side, low, first):
+    # All but three columns, or the first ones: regions that one side has masks alone in.
+    x, y = rows_of(pair, 2, 6000, noise=0.3)
+    masked = torch.arange(6000) < first if first else torch.ones(6000, dtype=torch.bool)
+    if not first:
+        masked[[4, 3000, 5990]] = False
+    x = x.masked_fill(masked, -low) if side == "rollout" else x
+    y = y.masked_fill(masked, -low) if side == "train" else y
+    names, tokens = [*VALUES[:4], "log_ratio"], torch.tensor([3000, 5990])
+    got, want = (
+        forward(place, x, y, 6000, outputs=encode(names), tokens=tokens)[0].double()
+        for place in (backend, Backend("reference"))
+    )
+    overflows = want.abs() > 1e36  # as sums over masses above 1 may
+    assert bool((got[overflows].abs() > 1e36).all())
+    torch.testing.assert_close(got[~overflows], want[~overflows], rtol=KL_RTOL, atol=KL_RTOL / 10)
+
+
 @pytest.mark.parametrize("pair", ("fp32", "bf16", "fp32-bf16"))
 @pytest.mark.parametrize("size", (6e4, 7e4, 1e9, 1e30))
 def test_logits_too_large_for_a_product(backend, pair, size):

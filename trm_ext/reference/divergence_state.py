@@ -7,6 +7,9 @@ each is written at the top of ``csrc/include/trm/divergence_state.h``.
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 
@@ -120,8 +123,9 @@ def _moved(s: list[float], m: float, c: float) -> list[float]:
     """The state re-expressed in frame (m, c): every sum rewritten through exp(M-M'), exp(c'-c)."""
     flags = int(s[8])
     drop, turn = torch.tensor([s[0] - m, c - s[1]], dtype=torch.float64)
+    train_drop = float(sum(map(Fraction, (s[0], -m, c, -s[1]))))  # huge ones leave little of it
     k = float(torch.exp(drop)) if flags & HAS_ROLLOUT else 0.0
-    k_train = float(torch.exp(drop + turn)) if flags & HAS_TRAIN else 0.0
+    k_train = math.exp(train_drop) if flags & HAS_TRAIN else 0.0
     d, fall = float(turn), float(drop)
     _, _, sn, an, gn, sf, af, qf, _, r, e, y, xt, yt = s
     near_train, mass = sn + gn - an, sn + sf
@@ -131,17 +135,18 @@ def _moved(s: list[float], m: float, c: float) -> list[float]:
         near_first, far_first = k * (an - d * sn), k * (af - d * sf)
         gap = float(psi(-turn))
         near_gap = k * (gn + (d + gap) * (gn - an) + gap * sn)
-        if abs(d) > 0.5:
-            near_gap = k_train * near_train - k * sn + near_first
         bend = float(turn * turn - psi(-turn) * (1 - turn)) * k
         if abs(d) > 0.5:
+            near_gap = k_train * near_train - k * sn + near_first
             bend = k_train * (d - 1) + k
-        r = k_train * (r + d * (train - mass)) + mass * bend
+        r = k_train * (r + d * ((gn - an) + (qf - sf))) + mass * bend
         an, af, gn = near_first, far_first, near_gap
+        if abs(d) > 1:  # what was near is far
+            sn, an, gn, sf, af, qf = 0.0, 0.0, 0.0, mass, an + af, train
     else:
         r *= k
     e = k * (e + fall * mass)
-    y = k_train * (y + (fall + d) * train)
+    y = k_train * (y + train_drop * train)
     return [m, c, k * sn, an, gn, k * sf, af, k_train * qf, s[8], r, e, y, xt, yt]
 
 

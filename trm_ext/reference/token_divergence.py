@@ -31,7 +31,7 @@ def tempered(logits: Tensor, temperature: Tensor | None, vocab_size: int) -> Ten
 
 
 def difference_error(a: Tensor, b: Tensor, difference: Tensor) -> Tensor:
-    """a - b - fl(a - b), exactly; of finite numbers."""
+    """What fl(a - b) lost of a - b, exactly; of finite numbers."""
     b_part = a - difference
     return (a - (difference + b_part)) + (b_part - b)
 
@@ -43,7 +43,7 @@ def log_ratio_in_frame(x: Tensor, y: Tensor, shift: Tensor) -> Tensor:
 
 
 def train_exponent(y: Tensor, m: Tensor | float, shift: Tensor) -> Tensor:
-    """y - m + shift, likewise; -inf where y is."""
+    """The exponent y - m + shift, likewise; -inf where y is."""
     raised = y + shift
     error = difference_error(y, -shift, raised)
     return (raised - m) + torch.where(y > -INF, error, 0.0)

@@ -202,38 +202,44 @@ TRM_INLINE void add_in_frame(DivergenceState<Real>& s, Logit<Real> rollout,
 }
 
 // Re-expresses the sums of a state in the frame (M - drop, c + turn); the caller sets the frame.
+// The train side's maximum falls by train_drop = drop + turn, which a huge drop and turn, of a side
+// that had masks alone, do not tell.
 // Exact in exact arithmetic. The exponentials it forms are those of maxima that fall, so neither
 // exceeds 1 by more than the slack of a lazy frame.
 template <typename Real>
-TRM_INLINE void move_by(DivergenceState<Real>& s, Real drop, Real turn) {
+TRM_INLINE void move_by(DivergenceState<Real>& s, Real drop, Real turn, Real train_drop) {
   if (drop == Real(0) && turn == Real(0)) return;
   const Real k = s.has(kHasRollout) ? exponential(drop) : Real(0);
-  const Real k_train = s.has(kHasTrain) ? exponential(drop + turn) : Real(0);
+  const Real k_train = s.has(kHasTrain) ? exponential(train_drop) : Real(0);
   const Real mass = s.near_mass + s.far_mass;
-  const Real near_train = s.near_mass + (s.near_gap - s.near_first);
-  const Real excess = (s.near_gap - s.near_first) + (s.far_train - s.far_mass);
+  const Real near_excess = s.near_gap - s.near_first;
+  const Real near_train = s.near_mass + near_excess;
+  const Real train = near_train + s.far_train;
+  const Real excess = near_excess + (s.far_train - s.far_mass);
   if (s.has_both()) {
-    const Real near_first = k > Real(0) ? k * (s.near_first - turn * s.near_mass) : Real(0);
-    const Real far_first = k > Real(0) ? k * (s.far_first - turn * s.far_mass) : Real(0);
+    s.near_first = k > Real(0) ? k * (s.near_first - turn * s.near_mass) : Real(0);
+    s.far_first = k > Real(0) ? k * (s.far_first - turn * s.far_mass) : Real(0);
     if (std::fabs(turn) <= near_limit<Real>()) {
       const Real gap = psi_near(-turn);
-      s.near_gap =
-          k * (s.near_gap + (turn + gap) * (s.near_gap - s.near_first) + gap * s.near_mass);
+      s.near_gap = k * (s.near_gap + (turn + gap) * near_excess + gap * s.near_mass);
       s.train_gap = k_train * (s.train_gap + turn * excess) + k * mass * chi_near(-turn, gap);
     } else {
-      s.near_gap = k_train * near_train - k * s.near_mass + near_first;
+      s.near_gap = k_train * near_train - k * s.near_mass + s.near_first;
       const Real bend = k_train > Real(0) ? k_train * turn : Real(0);
-      s.train_gap = k_train * s.train_gap + bend * excess + mass * (bend - k_train + k);
+      s.train_gap = k_train * s.train_gap + bend * train + mass * (k - k_train);
     }
-    s.near_first = near_first;
-    s.far_first = far_first;
+    if (std::fabs(turn) > 2 * near_limit<Real>()) {
+      // What was near is far. Beside a near_first of a huge turn, B would be lost.
+      s.far_first += s.near_first;
+      s.far_mass = mass;
+      s.far_train = train;
+      s.near_mass = s.near_first = s.near_gap = Real(0);
+    }
   } else {
     s.train_gap *= k;
   }
   s.rollout_log = k > Real(0) ? k * (s.rollout_log + drop * mass) : Real(0);
-  s.train_log = k_train > Real(0)
-                    ? k_train * (s.train_log + (drop + turn) * (near_train + s.far_train))
-                    : Real(0);
+  s.train_log = k_train > Real(0) ? k_train * (s.train_log + train_drop * train) : Real(0);
   s.near_mass *= k;
   s.far_mass *= k;
   s.far_train *= k_train;
@@ -241,7 +247,10 @@ TRM_INLINE void move_by(DivergenceState<Real>& s, Real drop, Real turn) {
 
 template <typename Real>
 TRM_INLINE void move_to(DivergenceState<Real>& s, Frame<Real> frame) {
-  move_by(s, s.max_rollout - frame.max_rollout, frame.shift - s.shift);
+  const Real drop = s.max_rollout - frame.max_rollout, turn = frame.shift - s.shift;
+  const Real error = difference_error(s.max_rollout, frame.max_rollout, drop) +
+                     difference_error(frame.shift, s.shift, turn);
+  move_by(s, drop, turn, (drop + turn) + error);
   s.max_rollout = frame.max_rollout;
   s.shift = frame.shift;
 }

@@ -265,15 +265,12 @@ struct StreamLane {
     far.train_scale = large ? 0.0f : y_value * kLog2e;
     next.rollout_limit = limit<Rollout>(far.max_rollout, Scaled ? scale.rollout.high : 1.0f);
     next.train_limit = limit<Train>(far.max_train, Scaled ? scale.train.high : 1.0f);
-    const float drop =
-        static_cast<float>((static_cast<double>(rest.rollout_base) - far.rollout_base) +
-                           (static_cast<double>(frame.rollout_scale) - next.rollout_scale) * kNats);
     if (has_rollout && has_train) {
       next.shift = x.value - y.value;
       next.shift_low = difference_error(x.value, y.value, next.shift) + (x.error - y.error);
       // Two maxima whose difference overflows float leave the row without a value.
       if (!(std::fabs(next.shift) < infinity<float>())) sums.flags |= kNonFinite;
-      const float residual = residual_so_far(rollout_run, train_run, drop, next, far);
+      const float residual = residual_so_far(rollout_run, train_run, next, far);
       if (std::fabs(residual) > 0x1p-16f && std::fabs(residual) < infinity<float>()) {
         next.shift = (next.shift + next.shift_low) + residual;
         next.shift_low = 0.0f;
@@ -286,12 +283,12 @@ struct StreamLane {
             ? -1.0f
             : near_limit<float>();
 
-    const float turn = (next.shift - frame.shift) + (next.shift_low - shift_low());
+    const Move move = move_to(next, far);
     if constexpr (Entropy) {
       sums.rollout_log *= static_cast<float>(kNats);
       sums.train_log *= static_cast<float>(kNats);
     }
-    move_by(sums, drop, turn);
+    move_by(sums, move.drop, move.turn, move.train_drop);
     if constexpr (Entropy) {
       sums.rollout_log *= kLog2e;
       sums.train_log *= kLog2e;
@@ -302,25 +299,45 @@ struct StreamLane {
     set_aside();
   }
 
-  // What makes e = exp(y - M + c) of a power of two with train_scale.
+  // How far M falls and c turns to another frame; and how far the train side's maximum falls, which
+  // the drop and turn of a side that had masks alone do not tell.
+  struct Move {
+    float drop, turn, train_drop;
+  };
+  __device__ __forceinline__ Move move_to(const StreamFrame& next,
+                                          const StreamFrameRest& far) const {
+    const double drop = (static_cast<double>(rest.rollout_base) - far.rollout_base) +
+                        (static_cast<double>(frame.rollout_scale) - next.rollout_scale) * kNats;
+    const float turn = (next.shift - frame.shift) + (next.shift_low - shift_low());
+    const double train_drop =
+        (static_cast<double>(rest.train_base) - far.train_base) +
+        (static_cast<double>(rest.train_scale) - far.train_scale) * kNats -
+        (train_nats(frame, shift_low(), rest) - train_nats(next, next.shift_low, far));
+    return {static_cast<float>(drop), turn, static_cast<float>(train_drop)};
+  }
+
+  // What makes e = exp(y - M + c) of a power of e with the frame's train side.
+  __device__ __forceinline__ static double train_nats(const StreamFrame& frame, float shift_low,
+                                                      const StreamFrameRest& rest) {
+    return ((static_cast<double>(frame.shift) - rest.rollout_base) + shift_low) + rest.train_base +
+           (static_cast<double>(rest.train_scale) - frame.rollout_scale) * kNats;
+  }
+  // And of a power of 2.
   __device__ __forceinline__ static float train_offset(const StreamFrame& frame,
                                                        const StreamFrameRest& rest) {
-    const double offset = ((static_cast<double>(rest.train_base) - rest.rollout_base) +
-                           (static_cast<double>(rest.train_scale) - frame.rollout_scale) * kNats) +
-                          (static_cast<double>(frame.shift) + frame.shift_low);
-    return static_cast<float>(offset) * kLog2e;
+    return static_cast<float>(train_nats(frame, frame.shift_low, rest)) * kLog2e;
   }
 
   // log(S/Q) - c of the warp's columns so far and of a run that is not added yet. The run is taken
   // in frame `next`; of what is summed already the masses alone are moved there.
   __device__ __forceinline__ float residual_so_far(const RolloutRun& rollout_run,
-                                                   const TrainRun& train_run, float drop,
+                                                   const TrainRun& train_run,
                                                    const StreamFrame& next,
                                                    const StreamFrameRest& far) {
     const float offset = train_offset(next, far);
+    const auto [drop, turn, train_drop] = move_to(next, far);
     const float k = sums.has(kHasRollout) ? exponential(drop) : 0.0f;
-    const float turn = (next.shift - frame.shift) + (next.shift_low - shift_low());
-    const float k_train = sums.has(kHasTrain) ? exponential(drop + turn) : 0.0f;
+    const float k_train = sums.has(kHasTrain) ? exponential(train_drop) : 0.0f;
     const float old_mass = sums.near_mass + sums.far_mass;
     const float old_excess = (sums.near_gap - sums.near_first) + (sums.far_train - sums.far_mass);
     // k_train (S + B) - k S, without its cancellation where the turn is small
@@ -376,7 +393,8 @@ struct StreamLane {
       if (writes) columns[column] = value;
     };
     put(kMaxRollout, rest.rollout_base + static_cast<double>(frame.rollout_scale) * kNats);
-    put(kShift, static_cast<double>(frame.shift) + shift_low());
+    const double shift = static_cast<double>(frame.shift) + shift_low();
+    put(kShift, shift);
     put(kNearMass, warp_sum(sums.near_mass));
     put(kNearFirst, warp_sum(sums.near_first));
     put(kNearGap, warp_sum(sums.near_gap));
@@ -389,6 +407,13 @@ struct StreamLane {
     put(kTrainLog, Entropy ? warp_sum(sums.train_log) * kNats : 0.0);
     put(kTokenRollout, 0.0);
     put(kTokenTrain, 0.0);
+    // A double, too, rounds the shift of a side that has masks alone.
+    const double turn = (shift - frame.shift) - shift_low();
+    if (writes && turn != 0.0) {
+      DivergenceState<double> state = load_state(columns);
+      move_by(state, 0.0, turn, turn);
+      store_state(state, columns);
+    }
   }
 };
 
