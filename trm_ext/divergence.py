@@ -104,8 +104,9 @@ def token_divergence(
         for equal rows. Deterministic, and independent of the number of rows and threads. On CPUs
         log_ratio is within 1e-7, or 1e-6 of itself: for it, and for entropies, rows whose sides are
         far apart take another sweep, in float64. Finite masks are logits like others: where the
-        train side alone has them, kl is their share of the rollout times their depth; gradients
-        of float32 arithmetic count log-ratios beyond 1e30 as that.
+        train side alone has them, kl is their share of the rollout times their depth. In float32
+        arithmetic the lowest number over a temperature below 1 stays the lowest number, and
+        gradients bound log-ratios at 1e30.
 
     Source:
         Trust Region Masking, arXiv 2512.23075: KL(rollout||train) is its token divergence.

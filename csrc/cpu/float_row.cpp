@@ -62,8 +62,7 @@ constexpr double kMostSlack = 7.0;
 // nat; the rollout's maximum times the rate must round to something within a small part of one.
 constexpr float kLargest = 0x1p30f;
 constexpr double kLargestOrigin = 1 << 20;
-// Tempered logits below this are masks: a slice without others on a side gets its frame as if this
-// were its largest, and has no mass there. A row that has none takes doubles.
+// As double_row's, for frames of floats.
 constexpr double kHighestMask = -(1 << 19);
 
 // A row's logits as the runs want them: contiguous, in their own type or widened to float32.
@@ -636,11 +635,6 @@ class Slice {
 DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, SliceRange range) {
   Slice slice(args, row, range);
   return slice.sum() ? slice.total() : double_row::slice_state(args, row, range);
-}
-
-bool has_only_masks(const DivergenceState<double>& state) {
-  return (state.has(kHasRollout) && rollout_mass(state) < kLeastMass) ||
-         (state.has(kHasTrain) && train_mass(state) < kLeastMass);
 }
 
 void refine(const DivergenceArgs& args, int64_t row, const DivergenceState<double>& state,

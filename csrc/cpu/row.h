@@ -25,6 +25,9 @@ inline SliceRange slice_range(int64_t columns, int64_t slice) {
   return {begin, std::min(columns, begin + kSliceColumns)};
 }
 
+// Whether a state lacks a side's mass, for of that side it has masks alone.
+bool has_only_masks(const DivergenceState<double>& state);
+
 // float32 arithmetic through the runs of the selected instruction set.
 namespace float_row {
 DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, SliceRange range);
@@ -32,9 +35,6 @@ DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const d
                                 SliceRange range);
 void slice_gradient(const DivergenceBackwardArgs& args, int64_t row,
                     const RowGradient<double>& gradient, SliceRange range);
-
-// Whether a row's state lacks a side's mass: of that side it has masks alone, and takes doubles.
-bool has_only_masks(const DivergenceState<double>& state);
 
 // A second sweep, in doubles, over a row whose float sums do not give the token's log-ratio or the
 // entropies that are asked for: the KL is too large for them, or beside it the log-ratio too small.
@@ -44,7 +44,18 @@ void refine(const DivergenceArgs& args, int64_t row, const DivergenceState<doubl
 
 // float64 arithmetic, where an input is float64 or float32 would overflow.
 namespace double_row {
-DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, SliceRange range);
+// What to take from the logits of each side.
+struct SideZeros {
+  double rollout = 0, train = 0;
+};
+// Logits below this are masks: part of a row without others on a side gets its frame as if this
+// were its largest, and has no mass there.
+constexpr double kHighestMask = -0x1p30;
+DivergenceState<double> slice_state(const DivergenceArgs& args, int64_t row, SliceRange range,
+                                    SideZeros zeros = {}, double highest_mask = kHighestMask);
+// A row with a side of masks alone, or whose sides lie so far from each other that no double is a
+// shift to a small part of a nat: each side relative to its maximum.
+RowResult centred_result(const DivergenceArgs& args, int64_t row);
 DivergenceMoments slice_moments(const DivergenceArgs& args, int64_t row, const double* statistics,
                                 SliceRange range);
 void slice_gradient(const DivergenceBackwardArgs& args, int64_t row,

@@ -4,6 +4,18 @@
 
 namespace trm::cpu {
 
+// In nats. One frame holds both sides of a row up to here.
+constexpr double kLargestShift = 0x1p30;
+
+// A side's largest logit has a mass near 1.
+bool has_only_masks(const DivergenceState<double>& state) {
+  constexpr double kLeastMass = 0x1p-60;
+  const double rollout = state.near_mass + state.far_mass;
+  const double train = state.near_mass + (state.near_gap - state.near_first) + state.far_train;
+  return (state.has(kHasRollout) && rollout < kLeastMass) ||
+         (state.has(kHasTrain) && train < kLeastMass);
+}
+
 DivergenceState<double> ForwardJob::slice_state(int64_t row, int64_t slice) const {
   DivergenceState<double> nothing;
   if (!has_temperatures(args_, row)) nothing.flags = kNonFinite;
@@ -32,11 +44,21 @@ DivergenceState<double> ForwardJob::joined(const DivergenceState<double>* slices
 
 void ForwardJob::write_sums(int64_t row, DivergenceState<double> state) const {
   if (!counts(args_, row)) return write_masked_row(args_, out_, row);
-  if (!out_.wide && !state.has(kNonFinite) && float_row::has_only_masks(state)) {
-    state = double_row::slice_state(args_, row, {0, args_.vocab});
+  const bool finite = !state.has(kNonFinite);
+  const bool low = finite && has_only_masks(state);
+  if (out_.state != nullptr) {
+    // Other parts of the row may have masks alone, too.
+    if (low) {
+      const double lowest = -infinity<double>();
+      state = double_row::slice_state(args_, row, {0, args_.vocab}, {}, lowest);
+    }
+    attach_token(args_, row, state);
+    return write_state(out_, row, state);
+  }
+  if (finite && state.has_both() && (low || std::fabs(state.shift) > kLargestShift)) {
+    return write_result(args_, out_, row, double_row::centred_result(args_, row));
   }
   attach_token(args_, row, state);
-  if (out_.state != nullptr) return write_state(out_, row, state);
   RowResult result = finish(state);
   if (!out_.wide) float_row::refine(args_, row, state, result);
   write_result(args_, out_, row, result);
