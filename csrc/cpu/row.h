@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of logits on the CPU, in slices. A slice's bounds depend on nothing but its index, each
-// slice starts from a fresh state, and slices merge in order: a row's answer is the same bit for
-// bit whoever computed which slice.
+// One row of logits on the CPU, in slices. A slice's bounds depend on nothing but the row's length,
+// each slice starts from a fresh state, and slices merge in order: a row's answer is the same bit
+// for bit whoever computed which slice.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,10 @@
 
 namespace trm::cpu {
 
-constexpr int64_t kSliceColumns = 32768;
+// As long as they can be: each begins without a frame, and costs what 1500 of its columns do. Rows
+// of 128 thousand columns still have two.
+constexpr int64_t kSliceColumns = 81920;
+constexpr int64_t kSliceStep = 64;  // slices begin at multiples
 
 inline int64_t slices_of(int64_t columns) {
   return columns == 0 ? 1 : (columns + kSliceColumns - 1) / kSliceColumns;
@@ -20,9 +23,13 @@ struct SliceRange {
   int64_t begin, end;
 };
 
+// Slices of one row are equally long, but for the rounding of their bounds.
 inline SliceRange slice_range(int64_t columns, int64_t slice) {
-  const int64_t begin = slice * kSliceColumns;
-  return {begin, std::min(columns, begin + kSliceColumns)};
+  const int64_t slices = slices_of(columns);
+  const auto bound = [&](int64_t index) {
+    return index == slices ? columns : columns * index / slices / kSliceStep * kSliceStep;
+  };
+  return {bound(slice), bound(slice + 1)};
 }
 
 // Whether a state lacks a side's mass, for of that side it has masks alone.
