@@ -15,7 +15,8 @@
 namespace trm::cpu::float_row {
 namespace {
 
-constexpr int64_t kRunColumns = 16384;   // columns between flushes to double
+constexpr int64_t kRunColumns = 32768;  // columns between flushes to double
+constexpr int64_t kGradientColumns = 16384;
 constexpr int64_t kMomentColumns = 512;  // the same in the second sweep: one chain per lane
 constexpr int64_t kLookColumns = 1024;   // maxima of so many columns make a frame
 constexpr int64_t kFirstColumns = 2048;  // a run whose shift is only that of the maxima is short
@@ -418,9 +419,10 @@ class Slice {
            (maxima_.train > -infinity<float>() ? kHasTrain : 0u);
   }
 
-  // What a run leaves out: the rounding of x - y, G column by column.
+  // What a run leaves out: the rounding of x - y; B and G column by column; G alone, where both
+  // sides' exponentials are formed.
   struct Shortcuts {
-    bool plain, apart;
+    bool plain, apart, rough;
   };
 
   // Sums at most `count` columns; how many it consumed.
@@ -433,6 +435,7 @@ class Slice {
     args.train_slack = args.slack + columns_.train_slack(frame, maxima_);
     args.infinite = known.infinite;
     args.apart = takes.apart;
+    args.rough = takes.rough;
     args.loop = loop_;
     args.short_groups = has_token_;
     const RowRuns& runs = columns_.runs();
@@ -524,9 +527,13 @@ class Slice {
   }
 
   // Whether G may be a difference of sums: masses are off by 1e-7 of themselves, so G by 2e-7 S.
+  bool may_be_rough(const Known& known, double least_kl) const {
+    return extra_ == kRunPlain && !known.infinite && known.kl > 0.0 &&
+           known.kl >= least_kl * known.mass;
+  }
+  // And B, by as much.
   bool may_be_apart(const Known& known, double least_kl) const {
-    return tries_apart_ && extra_ == kRunPlain && !known.infinite && known.kl > 0.0 &&
-           known.kl >= least_kl * known.mass && known.far >= kLeastApart * known.mass;
+    return tries_apart_ && may_be_rough(known, least_kl) && known.far >= kLeastApart * known.mass;
   }
 
   // Whether it may for the gradient, too, which is off by 2e-7 p beside q - p: a KL may be that of
@@ -541,7 +548,8 @@ class Slice {
   }
 
   Shortcuts may_take(const RunFrame& frame, const Known& known, Limits limits) const {
-    return {may_be_plain(frame, known, limits.rounding), may_be_apart(known, limits.kl)};
+    return {may_be_plain(frame, known, limits.rounding), may_be_apart(known, limits.kl),
+            may_be_rough(known, limits.kl)};
   }
 
   // A run is at most twice as long as what is summed already: its shift is that of those columns.
@@ -582,9 +590,9 @@ class Slice {
         now = known.with(piece, effect);
         const Shortcuts may = may_take(frame, now, kMost);
         const bool apart = may.apart && are_apart(piece, sums, now);
-        if (takes.plain <= may.plain && takes.apart <= apart) break;
+        if (takes.plain <= may.plain && takes.apart <= apart && sums.rough <= may.rough) break;
         if (takes.apart) tries_apart_ = apart;
-        takes = {takes.plain && may.plain, takes.apart && apart};
+        takes = {takes.plain && may.plain, takes.apart && apart, takes.rough && may.rough};
       }
       if (sums.non_finite) {
         total_.flags |= kNonFinite;
@@ -754,9 +762,9 @@ void slice_gradient(const DivergenceBackwardArgs& args, int64_t row,
   run.g_logp_train = static_cast<float>(gradient.g_logp_train);
   run.only_kl_train = args.grad_rollout == nullptr && gradient.g_kl_train_rollout == 0.0 &&
                       gradient.g_entropy_train == 0.0 && gradient.g_logp_train == 0.0;
-  float rollout_buffer[kRunColumns], train_buffer[kRunColumns];
-  for (int64_t column = range.begin; column < range.end; column += kRunColumns) {
-    const int64_t count = std::min(kRunColumns, range.end - column);
+  float rollout_buffer[kGradientColumns], train_buffer[kGradientColumns];
+  for (int64_t column = range.begin; column < range.end; column += kGradientColumns) {
+    const int64_t count = std::min(kGradientColumns, range.end - column);
     const int64_t place = row * args.columns + column;
     run.run = columns.at(column, count);
     run.run.frame = finished.frame;

@@ -353,6 +353,10 @@ struct Decay {
 // unless both are without.
 enum class Base { kRollout, kTrain };
 
+// How G is formed of columns whose both masses are: one by one where they are near, as a difference
+// of sums, or not at all.
+enum class Gap { kOfColumns, kOfSums, kNone };
+
 // What a run has accumulated.
 template <int kExtra>
 struct Sums {
@@ -442,12 +446,13 @@ struct Sums {
     }
   }
 
-  // Any columns, from both masses; ratio = psi(u) / u where near. Unless kFinite, G does not
-  // matter. close_both() follows, when a group is done.
-  template <bool kFinite>
+  // Any columns, from both masses; ratio = psi(u) / u where near. close_both() follows, when a
+  // group is done.
+  template <Gap kGap>
   void add_both(const Pair& pair, Vector train_power, Vector rollout, Vector train, Vector ratio) {
+    constexpr bool kOfColumns = kGap == Gap::kOfColumns;
     const Vector u = pair.u;
-    const Mask near = Simd::less_equal(Simd::abs(u), Simd::broadcast(kFinite ? kWide : kNarrow));
+    const Mask near = Simd::less_equal(Simd::abs(u), Simd::broadcast(kOfColumns ? kWide : kNarrow));
     const Mask far = Simd::opposite(near);
     near_mass = Simd::add_where(near, near_mass, rollout);
     rollout_alone = Simd::add_where(far, rollout_alone, rollout);
@@ -455,9 +460,10 @@ struct Sums {
     largest = Simd::larger_number(u, largest);
     // Of NaN, which u is where neither side has the column, the second operand.
     least = Simd::min(u, least);
-    if constexpr (kFinite) {
-      // Bounded where its product is with a mass that may be 0; of NaN, the bound.
-      Vector t = Simd::max(u, Simd::broadcast(-kLargestFloat));
+    // Bounded where its product is with a mass that may be 0; of NaN, the bound.
+    const auto bounded = [&] { return Simd::max(u, Simd::broadcast(-kLargestFloat)); };
+    if constexpr (kOfColumns) {
+      Vector t = bounded();
       if constexpr (kTrainGap) t = Simd::min(t, Simd::broadcast(kLargestFloat));
       const Vector moment = Simd::mul(rollout, t);
       near_first = Simd::add_where(near, near_first, moment);
@@ -470,6 +476,7 @@ struct Sums {
       }
     } else {
       train_gain = Simd::fma_where(near, rollout, Simd::fms(u, ratio, u), train_gain);
+      if constexpr (kGap == Gap::kOfSums) bent_gap = Simd::fma(rollout, bounded(), bent_gap);
     }
     if constexpr (kEntropy) {
       rollout_log = Simd::fma(rollout, natural(pair.power), rollout_log);
@@ -488,9 +495,10 @@ struct Sums {
     bent_gap = Simd::fma(rollout, bounded, bent_gap);
   }
 
-  // After a group of add_both() or add_apart() alone: G of what is not near, and -u at its largest.
+  // After a group of add_both() or add_apart() alone: what G has beside first moments, and -u at
+  // its largest.
   void close_both() {
-    bent_gap = Simd::add(bent_gap, Simd::sub(train_alone, rollout_alone));
+    bent_gap = Simd::add(bent_gap, Simd::add(train_gain, Simd::sub(train_alone, rollout_alone)));
     largest_train = Simd::sub(Simd::broadcast(0.0f), least);
   }
 
@@ -895,13 +903,13 @@ struct Run {
     return {poly.exp2(Two{head.a.power, head.b.power}),
             train_polynomials<kRough<kExtra>>().exp2(head.train_power)};
   }
-  template <bool kFinite, int kExtra>
+  template <Gap kGap, int kExtra>
   [[gnu::always_inline]] void add_both(Sums<kExtra>& sums, const BothHead& head) const {
     const Two u = {head.a.u, head.b.u};
     const auto [rollout, train] = masses<kExtra>(head);
-    const Two ratio = kFinite ? poly.wide_psi_over_u(u) : poly.narrow_psi_over_u(u);
-    sums.template add_both<kFinite>(head.a, head.train_power.a, rollout.a, train.a, ratio.a);
-    sums.template add_both<kFinite>(head.b, head.train_power.b, rollout.b, train.b, ratio.b);
+    const Two ratio = kGap == Gap::kOfColumns ? poly.wide_psi_over_u(u) : poly.narrow_psi_over_u(u);
+    sums.template add_both<kGap>(head.a, head.train_power.a, rollout.a, train.a, ratio.a);
+    sums.template add_both<kGap>(head.b, head.train_power.b, rollout.b, train.b, ratio.b);
   }
   [[gnu::always_inline]] void add_apart(Sums<kRunPlain>& sums, const BothHead& head) const {
     const auto [rollout, train] = masses<kRunPlain>(head);
@@ -1018,12 +1026,12 @@ template <int kExtra, typename AnyRun, typename Add>
   return column;
 }
 
-// Any blocks; ends where the frame does not cover, or after a group of near columns alone. If
-// kFinite, also where the KL proves not to be, or after groups that might have had one base.
-template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale kScale,
-          bool kResidue>
+// Any blocks; ends where the frame does not cover, or after a group of near columns alone. If there
+// is a G, also where the KL proves to be infinite, or after groups that might have had one base.
+template <Gap kGap, int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 [[gnu::noinline]] int64_t both_run(const RunArgs& args, int64_t column, Totals<kExtra>& sums,
                                    Loop& next, bool& covered) {
+  constexpr bool kFinite = kGap != Gap::kNone;
   const Run<Rollout, Train, kScale, kResidue> run(args);
   constexpr int64_t kBlock = run.kBlock;
   const int64_t whole = run.count / kBlock * kBlock;
@@ -1032,7 +1040,7 @@ template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale k
   while (next == from && covered && column < whole) {
     Sums<kExtra> here;
     column = add_group(run, column, here, covered,
-                       [&](const auto& head) { run.template add_both<kFinite>(here, head); });
+                       [&](const auto& head) { run.template add_both<kGap>(here, head); });
     sums.join(here);
     const float most = Simd::largest(here.largest), most_train = Simd::largest(here.largest_train);
     if (std::max(most, most_train) <= near_limit<float>()) {
@@ -1046,6 +1054,30 @@ template <bool kFinite, int kExtra, typename Rollout, typename Train, RunScale k
       if (rollout_groups >= kFittingGroups) next = Loop::kRollout;
       if (train_groups >= kFittingGroups) next = Loop::kTrain;
     }
+  }
+  return column;
+}
+
+// Any blocks, by what is known of the KL; ends as both_run() does. `rough` becomes true where G is
+// a difference of sums.
+template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
+[[gnu::noinline]] int64_t any_run(const RunArgs& args, int64_t column, Totals<kExtra>& sums,
+                                  Loop& next, bool& covered, bool& rough) {
+  const auto both = [&]<Gap kGap>() {
+    column =
+        both_run<kGap, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, next, covered);
+  };
+  if constexpr (kExtra == kRunPlain) {
+    if (next == Loop::kBoth && args.infinite) next = Loop::kInfinite;
+    if (next == Loop::kBoth && args.rough) {
+      rough = true;
+      both.template operator()<Gap::kOfSums>();
+    } else if (next == Loop::kBoth) {
+      both.template operator()<Gap::kOfColumns>();
+    }
+    if (next == Loop::kInfinite) both.template operator()<Gap::kNone>();
+  } else {
+    both.template operator()<Gap::kOfColumns>();  // other sums need the gaps, too
   }
   return column;
 }
@@ -1074,7 +1106,7 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
   const int64_t whole = args.count / kBlock * kBlock;
   Totals<kExtra> sums;
   int64_t column = 0;
-  bool covered = true;
+  bool covered = true, rough = false;
   Loop loop = static_cast<Loop>(args.loop);
   if constexpr (kExtra == kRunPlain) {
     if (args.apart) {
@@ -1108,17 +1140,9 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
       based.template operator()<Base::kRollout, true>();
       based.template operator()<Base::kTrain, true>();
     }
-    // Where other sums need the gaps, too, they stay.
-    if (loop == Loop::kBoth && kExtra == kRunPlain && args.infinite) loop = Loop::kInfinite;
-    if (loop == Loop::kBoth) {
-      column = both_run<true, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop,
-                                                                        covered);
-    }
-    if constexpr (kExtra == kRunPlain) {
-      if (loop == Loop::kInfinite) {
-        column = both_run<false, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop,
-                                                                           covered);
-      }
+    if (loop == Loop::kBoth || loop == Loop::kInfinite) {
+      column = any_run<kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop, covered,
+                                                                 rough);
     }
   }
   if (covered && column < args.count) {
@@ -1129,13 +1153,14 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
     Sums<kExtra> here;
     covered = last.may;
     if (covered) {
-      run.template add_both<true>(here, last);
+      run.template add_both<Gap::kOfColumns>(here, last);
       here.close_both();
       sums.join(here);
       column = args.count;
     }
   }
   sums.write(args.infinite, out);
+  out.rough = rough;
   out.loop = static_cast<int32_t>(loop);
   out.non_finite = std::isnan(out.near_mass + out.far_mass + out.far_train) ||
                    (!covered && !run.are_numbers(column));

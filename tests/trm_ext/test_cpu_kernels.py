@@ -328,6 +328,42 @@ class TestValues:
         y[:, 6000:] = x[:, 6000:] + 0.02 * e[:, 6000:]
         check(x.to(dtype), y.to(dtype), ("kl",))
 
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+    @pytest.mark.parametrize("noise", (0.02, 0.3))
+    @pytest.mark.parametrize("share,low", ((0.01, 1e4), (0.05, 20.0), (0.001, 1e9), (1e-4, 40.0)))
+    def test_masks_of_each_side_s_own_among_near_columns(
+        self, capability, share, low, noise, dtype
+    ):
+        # Theirs is the KL, and the near columns' the gradient.
+        generator = torch.Generator().manual_seed(0)
+        x, e = torch.randn(2, 3, 50021, generator=generator)
+        y = x + noise * e
+        for side in (x, y):
+            side[torch.rand(x.shape, generator=generator) < share] = -low
+        x, y = x.to(dtype), y.to(dtype)
+        check(x, y, ("kl",))
+        check(x, y, SUMS)
+        leaf = y.clone().requires_grad_()
+        (got,) = torch.autograd.grad(trm.token_divergence(x, leaf).kl, leaf, torch.ones(3))
+        want = torch.softmax(y.double(), -1) - torch.softmax(x.double(), -1)
+        error = float((got.double() - want).norm() / want.norm())
+        assert error <= GRADIENT_RTOL + torch.finfo(dtype).eps / 2
+
+    @pytest.mark.parametrize("begins_apart", (False, True))
+    @pytest.mark.parametrize("step", (7e-5, 1.3e-4, 3e-4, 1.1e-3, 0.03))
+    def test_light_columns_of_each_side_s_own_among_near_ones(self, capability, step, begins_apart):
+        # The KL is the near columns', which all round alike, and too small for differences of sums;
+        # that of the first columns alone would not be.
+        generator = torch.Generator().manual_seed(0)
+        x = torch.zeros(3, 8192)
+        y = step * torch.randn(x.shape, generator=generator).sign()
+        if begins_apart:
+            x[:, :6144], y[:, :6144], y[:, :6144:20] = -20.0, -20.0, -40.0
+        x[:, ::97], y[:, ::97] = -20.0, -50.0
+        x[:, 5::97], y[:, 5::97] = -50.0, -20.0
+        check(x, y, ("kl",))
+        check(x, y, SUMS)
+
     @pytest.mark.parametrize("low", (1e4, 1e9))
     def test_the_gradient_beside_a_column_far_out(self, capability, low):
         # Its log-ratio makes the KL large, and its share next to nothing of the gradient.
