@@ -15,10 +15,10 @@
 namespace trm::cpu::float_row {
 namespace {
 
-constexpr int64_t kRunColumns = 32768;  // columns between flushes to double
-constexpr int64_t kGradientColumns = 16384;
-constexpr int64_t kMomentColumns = 512;  // the same in the second sweep: one chain per lane
-constexpr int64_t kLookColumns = 1024;   // maxima of so many columns make a frame
+constexpr int64_t kRunColumns = 32768;       // columns between flushes to double
+constexpr int64_t kMomentColumns = 512;      // the same in the second sweep: one chain per lane
+constexpr int64_t kGradientColumns = 16384;  // of tempered rows, in a buffer until they are rounded
+constexpr int64_t kLookColumns = 1024;       // maxima of so many columns make a frame
 constexpr int64_t kFirstColumns = 2048;  // a run whose shift is only that of the maxima is short
 constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean log-ratio stays
 // How many times the slice's KL the shift's doing, (L - c)^2 / 2, may be in all: beyond, a run is
