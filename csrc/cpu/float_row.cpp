@@ -27,9 +27,6 @@ constexpr double kShiftKept = 0x1p-16;   // a shift closer than this to the mean
 constexpr double kMostExcess = 6.0;
 constexpr double kSmallExcess = 0.125;
 constexpr double kFrameExcess = 0.25;
-// Columns with less rollout mass, that of the largest logit being 1, say nothing of a shift; in the
-// frame of their mean log-ratio the train side's masses would underflow with theirs.
-constexpr double kLeastMass = 0x1p-60;
 // Rollout mass, that of the largest logit being 1, that is one token's.
 constexpr double kOneToken = 1.2;
 // What a run may leave out: the rounding of x - y, where that is at most so large a part of the
@@ -275,14 +272,6 @@ void add(DivergenceState<double>& state, const RunSums& sums) {
   state.flags |= (sums.violates ? kSupportViolation : 0u) | (sums.outside ? kOutsideSupport : 0u);
 }
 
-// S and Q of a state: the masses of the two policies in its frame.
-double rollout_mass(const DivergenceState<double>& state) {
-  return state.near_mass + state.far_mass;
-}
-double train_mass(const DivergenceState<double>& state) {
-  return state.near_mass + (state.near_gap - state.near_first) + state.far_train;
-}
-
 // B/S = Q/S - 1, to its own precision where it is small.
 double relative_excess(const DivergenceState<double>& state) {
   const double excess = (state.near_gap - state.near_first) + (state.far_train - state.far_mass);
@@ -422,7 +411,7 @@ class Slice {
   // What a run leaves out: the rounding of x - y; B and G column by column; G alone, where both
   // sides' exponentials are formed.
   struct Shortcuts {
-    bool plain, apart, rough;
+    bool plain, apart, gap_of_sums;
   };
 
   // Sums at most `count` columns; how many it consumed.
@@ -435,7 +424,7 @@ class Slice {
     args.train_slack = args.slack + columns_.train_slack(frame, maxima_);
     args.infinite = known.infinite;
     args.apart = takes.apart;
-    args.rough = takes.rough;
+    args.gap_of_sums = takes.gap_of_sums;
     args.loop = loop_;
     args.short_groups = has_token_;
     const RowRuns& runs = columns_.runs();
@@ -527,13 +516,14 @@ class Slice {
   }
 
   // Whether G may be a difference of sums: masses are off by 1e-7 of themselves, so G by 2e-7 S.
-  bool may_be_rough(const Known& known, double least_kl) const {
+  bool may_have_gap_of_sums(const Known& known, double least_kl) const {
     return extra_ == kRunPlain && !known.infinite && known.kl > 0.0 &&
            known.kl >= least_kl * known.mass;
   }
   // And B, by as much.
   bool may_be_apart(const Known& known, double least_kl) const {
-    return tries_apart_ && may_be_rough(known, least_kl) && known.far >= kLeastApart * known.mass;
+    return tries_apart_ && may_have_gap_of_sums(known, least_kl) &&
+           known.far >= kLeastApart * known.mass;
   }
 
   // Whether it may for the gradient, too, which is off by 2e-7 p beside q - p: a KL may be that of
@@ -549,7 +539,7 @@ class Slice {
 
   Shortcuts may_take(const RunFrame& frame, const Known& known, Limits limits) const {
     return {may_be_plain(frame, known, limits.rounding), may_be_apart(known, limits.kl),
-            may_be_rough(known, limits.kl)};
+            may_have_gap_of_sums(known, limits.kl)};
   }
 
   // A run is at most twice as long as what is summed already: its shift is that of those columns.
@@ -590,9 +580,11 @@ class Slice {
         now = known.with(piece, effect);
         const Shortcuts may = may_take(frame, now, kMost);
         const bool apart = may.apart && are_apart(piece, sums, now);
-        if (takes.plain <= may.plain && takes.apart <= apart && sums.rough <= may.rough) break;
+        if (takes.plain <= may.plain && takes.apart <= apart && sums.gap_of_sums <= may.gap_of_sums)
+          break;
         if (takes.apart) tries_apart_ = apart;
-        takes = {takes.plain && may.plain, takes.apart && apart, takes.rough && may.rough};
+        takes = {takes.plain && may.plain, takes.apart && apart,
+                 takes.gap_of_sums && may.gap_of_sums};
       }
       if (sums.non_finite) {
         total_.flags |= kNonFinite;

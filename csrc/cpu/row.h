@@ -32,8 +32,17 @@ inline SliceRange slice_range(int64_t columns, int64_t slice) {
   return {bound(slice), bound(slice + 1)};
 }
 
-// Whether a state lacks a side's mass, for of that side it has masks alone.
-bool has_only_masks(const DivergenceState<double>& state);
+// S and Q of a state: the masses of the two policies in its frame.
+inline double rollout_mass(const DivergenceState<double>& state) {
+  return state.near_mass + state.far_mass;
+}
+inline double train_mass(const DivergenceState<double>& state) {
+  return state.near_mass + (state.near_gap - state.near_first) + state.far_train;
+}
+// Less of one, that of its side's largest logit being 1, is none: such columns say nothing of a
+// shift (in the frame of their mean log-ratio the other side's masses would underflow with theirs),
+// and a side with no more has masks alone.
+constexpr double kLeastMass = 0x1p-60;
 
 // float32 arithmetic through the runs of the selected instruction set.
 namespace float_row {

@@ -32,7 +32,7 @@ struct RunArgs {
   int64_t count;
   bool infinite = false;      // the KL is: its gaps do not matter
   bool apart = false;         // the KL is large, sums of masses say all; not with extras
-  bool rough = false;         // the KL is large, G may be a difference of sums; not with extras
+  bool gap_of_sums = false;   // the KL is large, G may be a difference of sums; not with extras
   bool short_groups = false;  // chains of float additions are half as long
   int32_t loop = 0;           // where the run before ended, see RunSums
   RunFrame frame;
@@ -51,7 +51,7 @@ struct RunSums {
   bool outside;        // train > -inf where rollout = -inf
   bool non_finite;     // a NaN or +inf: the row is over
   bool too_far;        // a log-ratio beyond 1e30 counts: the row takes doubles
-  bool rough;          // G is a difference of sums
+  bool gap_of_sums;    // G is a difference of sums
   int32_t loop;        // that took the last columns: those that follow are probably like them
 };
 

@@ -446,6 +446,9 @@ struct Sums {
     }
   }
 
+  // A log-ratio bounded where its product is with a mass that may be 0; of NaN, the bound.
+  static Vector bounded_below(Vector u) { return Simd::max(u, Simd::broadcast(-kLargestFloat)); }
+
   // Any columns, from both masses; ratio = psi(u) / u where near. close_both() follows, when a
   // group is done.
   template <Gap kGap>
@@ -460,10 +463,8 @@ struct Sums {
     largest = Simd::larger_number(u, largest);
     // Of NaN, which u is where neither side has the column, the second operand.
     least = Simd::min(u, least);
-    // Bounded where its product is with a mass that may be 0; of NaN, the bound.
-    const auto bounded = [&] { return Simd::max(u, Simd::broadcast(-kLargestFloat)); };
     if constexpr (kOfColumns) {
-      Vector t = bounded();
+      Vector t = bounded_below(u);
       if constexpr (kTrainGap) t = Simd::min(t, Simd::broadcast(kLargestFloat));
       const Vector moment = Simd::mul(rollout, t);
       near_first = Simd::add_where(near, near_first, moment);
@@ -476,7 +477,7 @@ struct Sums {
       }
     } else {
       train_gain = Simd::fma_where(near, rollout, Simd::fms(u, ratio, u), train_gain);
-      if constexpr (kGap == Gap::kOfSums) bent_gap = Simd::fma(rollout, bounded(), bent_gap);
+      if constexpr (kGap == Gap::kOfSums) bent_gap = Simd::fma(rollout, bounded_below(u), bent_gap);
     }
     if constexpr (kEntropy) {
       rollout_log = Simd::fma(rollout, natural(pair.power), rollout_log);
@@ -491,8 +492,7 @@ struct Sums {
     largest = Simd::larger_number(u, largest);
     least = Simd::min(u, least);
     larger_mass = Simd::add(larger_mass, Simd::max(rollout, train));
-    const Vector bounded = Simd::max(u, Simd::broadcast(-kLargestFloat));
-    bent_gap = Simd::fma(rollout, bounded, bent_gap);
+    bent_gap = Simd::fma(rollout, bounded_below(u), bent_gap);
   }
 
   // After a group of add_both() or add_apart() alone: what G has beside first moments, and -u at
@@ -1058,19 +1058,19 @@ template <Gap kGap, int kExtra, typename Rollout, typename Train, RunScale kScal
   return column;
 }
 
-// Any blocks, by what is known of the KL; ends as both_run() does. `rough` becomes true where G is
-// a difference of sums.
+// Any blocks, by what is known of the KL; ends as both_run() does. `gap_of_sums` becomes true where
+// G is a difference of sums.
 template <int kExtra, typename Rollout, typename Train, RunScale kScale, bool kResidue>
 [[gnu::noinline]] int64_t any_run(const RunArgs& args, int64_t column, Totals<kExtra>& sums,
-                                  Loop& next, bool& covered, bool& rough) {
+                                  Loop& next, bool& covered, bool& gap_of_sums) {
   const auto both = [&]<Gap kGap>() {
     column =
         both_run<kGap, kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, next, covered);
   };
   if constexpr (kExtra == kRunPlain) {
     if (next == Loop::kBoth && args.infinite) next = Loop::kInfinite;
-    if (next == Loop::kBoth && args.rough) {
-      rough = true;
+    if (next == Loop::kBoth && args.gap_of_sums) {
+      gap_of_sums = true;
       both.template operator()<Gap::kOfSums>();
     } else if (next == Loop::kBoth) {
       both.template operator()<Gap::kOfColumns>();
@@ -1106,7 +1106,7 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
   const int64_t whole = args.count / kBlock * kBlock;
   Totals<kExtra> sums;
   int64_t column = 0;
-  bool covered = true, rough = false;
+  bool covered = true, gap_of_sums = false;
   Loop loop = static_cast<Loop>(args.loop);
   if constexpr (kExtra == kRunPlain) {
     if (args.apart) {
@@ -1142,7 +1142,7 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
     }
     if (loop == Loop::kBoth || loop == Loop::kInfinite) {
       column = any_run<kExtra, Rollout, Train, kScale, kResidue>(args, column, sums, loop, covered,
-                                                                 rough);
+                                                                 gap_of_sums);
     }
   }
   if (covered && column < args.count) {
@@ -1160,7 +1160,7 @@ int64_t sum_run(const RunArgs& args, RunSums& out) {
     }
   }
   sums.write(args.infinite, out);
-  out.rough = rough;
+  out.gap_of_sums = gap_of_sums;
   out.loop = static_cast<int32_t>(loop);
   out.non_finite = std::isnan(out.near_mass + out.far_mass + out.far_train) ||
                    (!covered && !run.are_numbers(column));

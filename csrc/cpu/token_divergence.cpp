@@ -4,17 +4,18 @@
 
 namespace trm::cpu {
 
+namespace {
+
 // In nats. One frame holds both sides of a row up to here.
 constexpr double kLargestShift = 0x1p30;
 
-// A side's largest logit has a mass near 1.
+// Whether of a side that a state has it has masks alone.
 bool has_only_masks(const DivergenceState<double>& state) {
-  constexpr double kLeastMass = 0x1p-60;
-  const double rollout = state.near_mass + state.far_mass;
-  const double train = state.near_mass + (state.near_gap - state.near_first) + state.far_train;
-  return (state.has(kHasRollout) && rollout < kLeastMass) ||
-         (state.has(kHasTrain) && train < kLeastMass);
+  return (state.has(kHasRollout) && rollout_mass(state) < kLeastMass) ||
+         (state.has(kHasTrain) && train_mass(state) < kLeastMass);
 }
+
+}  // namespace
 
 DivergenceState<double> ForwardJob::slice_state(int64_t row, int64_t slice) const {
   DivergenceState<double> nothing;
